@@ -1,0 +1,1 @@
+"""jaxserve: LLM inference in JAX for NVIDIA GPUs."""

@@ -1,0 +1,53 @@
+"""The contract between the scheduler and whoever runs the step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scheduler.request import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """The tokens of one request that run in one step, at positions start .. start + num_tokens - 1."""
+
+    request_id: str
+    slot: int
+    """Row of the per-request device state; fixed from admission until the request leaves."""
+    start: int
+    """Tokens of this request already in the KV cache."""
+    num_tokens: int
+    token_ids: Sequence[int] | None
+    """The ids, or None for a decode row: the one id that this slot's previous step sampled, which
+    is on the device and may not be known here yet."""
+    new_block_ids: Sequence[int]
+    """Blocks to append to this slot's block table (to an empty table if `admitted`)."""
+    samples: bool
+    """True if the last of these tokens is the request's newest, so that the step samples the next."""
+    output_index: int
+    """Index among the request's output tokens of the one sampled here (0 for the first)."""
+    admitted: bool
+    """True in the first step after (re-)admission: the slot's state belongs to somebody else yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step. Rows are ordered: decode rows (one token, `token_ids is None`) first."""
+
+    step_id: int
+    scheduled: tuple[ScheduledRequest, ...]
+    num_decode: int
+    """How many leading rows are decode rows."""
+    num_tokens: int
+    preempted: tuple[str, ...]
+    """Requests that lost their slot and blocks to make room, and wait to be recomputed."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """What one finished step means for one request."""
+
+    request_id: str
+    token_id: int
+    finish_reason: FinishReason | None
+    stop_token_id: int | None = None
+    """The stop token that ended it, if one did (it is also `token_id`)."""

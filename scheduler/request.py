@@ -1,0 +1,46 @@
+"""A request as the scheduler sees it: token counts, limits, stop ids, priority."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class FinishReason(Enum):
+    """Why a request ended; the values are OpenAI's `finish_reason` words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence to generate. The caller fills the first group, the scheduler owns the second."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    max_tokens: int
+    """Most output tokens, already clipped so that prompt + output fits `max_model_len`."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """Token ids that end the request once `min_tokens` are out (the end-of-sequence id too)."""
+    min_tokens: int = 0
+    priority: int = 0
+    """Lower runs earlier; looked at by the priority policy alone."""
+    use_prefix_cache: bool = True
+    """False: compute every prompt position (prompt log-probabilities need them all)."""
+
+    output_token_ids: list[int] = field(default_factory=list)
+    slot: int = -1
+    """Row of the per-request device state, -1 while not running."""
+    num_computed_tokens: int = 0
+    """Tokens whose K and V are written by the steps launched so far."""
+    num_in_flight_tokens: int = 0
+    """Sampled by launched steps, ids not yet reported through `update`."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that the prefix cache supplied at the first admission."""
+    arrival_index: int = -1
+    finish_reason: FinishReason | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens whose ids are known."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
