@@ -1,0 +1,77 @@
+"""All that a user can set. Flags and keyword arguments fill these; nothing else configures."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+LoadFormat = Literal["auto", "dummy"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """One engine. Names and meanings follow vLLM's engine arguments.
+
+    Raises ValueError, naming the field and what it allows.
+    """
+
+    model: str
+    """A Hugging Face folder, a .gguf file, a checkpoint written by `jaxserve convert`, or
+    "smollm2-135m" (the demo model)."""
+    dtype: Dtype = "auto"
+    """Compute and cache type; "auto": bfloat16 on a GPU, float32 on a CPU."""
+    load_format: LoadFormat = "auto"
+    """"dummy": random weights made on the device from `seed`."""
+    max_model_len: int | None = None
+    """Most tokens of prompt and output together; None: what the model was made for."""
+    max_num_seqs: int | None = None
+    """Most requests in one step; None: 256 on a GPU, 64 on a CPU."""
+    max_num_batched_tokens: int | None = None
+    """Most tokens in one step; None: 2048 on a GPU, 256 on a CPU."""
+    block_size: int = 16
+    """Tokens of one KV-cache block; a power of two from 8 to 128."""
+    gpu_memory_utilization: float = 0.9
+    """Share of the GPU's memory for weights, cache and temporaries together."""
+    kv_cache_memory_bytes: int | None = None
+    """Size of the KV cache on each device; None: measured on a GPU, 1 GiB on a CPU."""
+    enable_prefix_caching: bool = True
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    tensor_parallel_size: int = 1
+    attention_impl: Literal["auto", "reference", "triton"] = "auto"
+    """"auto": "triton" on a GPU, "reference" on a CPU."""
+    max_logprobs: int = 20
+    """Most candidates that a request may ask for at one position."""
+    seed: int = 0
+    """Of dummy weights, and of requests that bring no seed."""
+    compilation_cache_dir: str | None = None
+    """Where compiled steps are kept; None: a folder in the user's cache; "": nowhere."""
+
+    def __post_init__(self) -> None:
+        def check(condition: bool, name: str, allowed: str) -> None:
+            if not condition:
+                raise ValueError(f"{name} must be {allowed}, got {getattr(self, name)!r}")
+
+        def choice(name: str, *allowed: str) -> None:
+            check(getattr(self, name) in allowed, name, "one of " + ", ".join(allowed))
+
+        check(bool(self.model), "model", "a path or a known model name")
+        choice("dtype", "auto", "float32", "bfloat16")
+        choice("load_format", "auto", "dummy")
+        choice("scheduling_policy", "fcfs", "priority")
+        choice("attention_impl", "auto", "reference", "triton")
+        for name in (
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "kv_cache_memory_bytes",
+        ):
+            value = getattr(self, name)
+            check(value is None or value >= 1, name, "None or at least 1")
+        check(
+            8 <= self.block_size <= 128 and self.block_size.bit_count() == 1,
+            "block_size",
+            "8, 16, 32, 64 or 128",
+        )
+        check(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", "over 0, at most 1")
+        check(self.tensor_parallel_size >= 1, "tensor_parallel_size", "at least 1")
+        check(0 <= self.max_logprobs <= 1024, "max_logprobs", "from 0 to 1024")
+        check(0 <= self.seed < 2**64, "seed", "from 0 to 2**64 - 1")

@@ -1,0 +1,61 @@
+"""What a request gives back; names follow vLLM's."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One candidate at one position: natural log of its raw probability (before any sampling
+    parameter), its rank (1 = most likely) and its text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of the `n` answers to a request."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    """One mapping of token id to Logprob for each output token, if asked for."""
+    finish_reason: str | None = None
+    """"stop", "length" or "abort"; None while it runs."""
+    stop_reason: int | str | None = None
+    """The stop string, or the stop token id (unless it was the end-of-sequence id)."""
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Monotonic times in seconds; None until the event has happened."""
+
+    arrival_s: float
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+    finished_s: float | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request and its answers so far; `finished` once all of them are."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    metrics: RequestMetrics
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """One entry for each prompt token (None for the first), if asked for."""
+    num_cached_tokens: int = 0
+
+    @property
+    def finished(self) -> bool:
+        return all(output.finished for output in self.outputs)

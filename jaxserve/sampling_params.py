@@ -1,0 +1,169 @@
+"""How one request is sampled; names and meanings follow vLLM's SamplingParams."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+MAX_BAD_WORD_TOKENS = 16
+MAX_BAD_WORDS = 64
+MAX_SEED = 2**64 - 1
+
+
+def _check(condition: bool, name: str, allowed: str, value: object) -> None:
+    if not condition:
+        raise ValueError(f"{name} must be {allowed}, got {value!r}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_ids(value: object) -> bool:
+    return isinstance(value, Sequence) and all(_is_int(i) and i >= 0 for i in value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Sampling of one request. Every impossible value raises ValueError here, naming the parameter.
+
+    Token ids are checked against the vocabulary by the engine, which knows it.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    """0 is greedy: the exact argmax."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 or -1: no limit."""
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    """None: up to the model's length limit."""
+    min_tokens: int = 0
+    logprobs: int | None = None
+    """How many of the most likely tokens to report at each output position; 0: the sampled one."""
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        _check(_is_int(self.n) and 1 <= self.n <= 128, "n", "an integer from 1 to 128", self.n)
+        _check(
+            _is_number(self.temperature) and 0 <= self.temperature <= 100,
+            "temperature",
+            "a number from 0 to 100",
+            self.temperature,
+        )
+        _check(
+            _is_number(self.top_p) and 0 < self.top_p <= 1,
+            "top_p",
+            "a number over 0 and at most 1",
+            self.top_p,
+        )
+        _check(
+            _is_int(self.top_k) and -1 <= self.top_k < 2**31,
+            "top_k",
+            "-1 or 0 (no limit) or a positive integer",
+            self.top_k,
+        )
+        _check(
+            _is_number(self.min_p) and 0 <= self.min_p <= 1,
+            "min_p",
+            "a number from 0 to 1",
+            self.min_p,
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _check(_is_number(value) and -2 <= value <= 2, name, "a number from -2 to 2", value)
+        _check(
+            _is_number(self.repetition_penalty) and 0 < self.repetition_penalty <= 100,
+            "repetition_penalty",
+            "a number over 0 and at most 100",
+            self.repetition_penalty,
+        )
+        _check(
+            self.seed is None or (_is_int(self.seed) and 0 <= self.seed <= MAX_SEED),
+            "seed",
+            "None or an integer from 0 to 2**64 - 1",
+            self.seed,
+        )
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        _check(
+            all(isinstance(s, str) and s for s in stop), "stop", "strings that are not empty", stop
+        )
+        object.__setattr__(self, "stop", stop)
+        _check(
+            _is_ids(self.stop_token_ids or ()),
+            "stop_token_ids",
+            "token ids of at least 0",
+            self.stop_token_ids,
+        )
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        _check(
+            self.max_tokens is None or (_is_int(self.max_tokens) and self.max_tokens >= 1),
+            "max_tokens",
+            "None or an integer of at least 1",
+            self.max_tokens,
+        )
+        _check(
+            _is_int(self.min_tokens)
+            and 0 <= self.min_tokens
+            and (self.max_tokens is None or self.min_tokens <= self.max_tokens),
+            "min_tokens",
+            f"an integer from 0 to max_tokens ({self.max_tokens})",
+            self.min_tokens,
+        )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _check(
+                value is None or (_is_int(value) and value >= 0),
+                name,
+                "None or an integer of at least 0",
+                value,
+            )
+        if self.logit_bias is not None:
+            _check(
+                _is_ids(tuple(self.logit_bias)),
+                "logit_bias",
+                "a mapping whose keys are token ids of at least 0",
+                self.logit_bias,
+            )
+            _check(
+                all(_is_number(b) and -100 <= b <= 100 for b in self.logit_bias.values()),
+                "logit_bias",
+                "a mapping whose values are numbers from -100 to 100",
+                self.logit_bias,
+            )
+        if self.allowed_token_ids is not None:
+            _check(
+                _is_ids(self.allowed_token_ids) and len(self.allowed_token_ids) > 0,
+                "allowed_token_ids",
+                "None or at least one token id of at least 0",
+                self.allowed_token_ids,
+            )
+        _check(
+            not isinstance(self.bad_words, str)
+            and all(isinstance(w, str) and w for w in self.bad_words or ()),
+            "bad_words",
+            "a list of strings that are not empty",
+            self.bad_words,
+        )
+        object.__setattr__(self, "bad_words", tuple(self.bad_words or ()))
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
