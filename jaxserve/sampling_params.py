@@ -121,7 +121,7 @@ class SamplingParams:
         )
         _check(
             _is_int(self.min_tokens)
-            and 0 <= self.min_tokens
+            and self.min_tokens >= 0
             and (self.max_tokens is None or self.min_tokens <= self.max_tokens),
             "min_tokens",
             f"an integer from 0 to max_tokens ({self.max_tokens})",

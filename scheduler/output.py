@@ -8,7 +8,7 @@ from scheduler.request import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRequest:
-    """The tokens of one request that run in one step, at positions start .. start + num_tokens - 1."""
+    """The tokens of one request in one step, at positions start .. start + num_tokens - 1."""
 
     request_id: str
     slot: int
@@ -22,11 +22,11 @@ class ScheduledRequest:
     new_block_ids: Sequence[int]
     """Blocks to append to this slot's block table (to an empty table if `admitted`)."""
     samples: bool
-    """True if the last of these tokens is the request's newest, so that the step samples the next."""
+    """True if the last of these tokens is the newest, so that the step samples the next."""
     output_index: int
     """Index among the request's output tokens of the one sampled here (0 for the first)."""
     admitted: bool
-    """True in the first step after (re-)admission: the slot's state belongs to somebody else yet."""
+    """True in the first step after (re-)admission: the slot still holds somebody else's state."""
 
 
 @dataclass(frozen=True, slots=True)
