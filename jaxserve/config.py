@@ -21,6 +21,8 @@ class EngineConfig:
     """Compute and cache type; "auto": bfloat16 on a GPU, float32 on a CPU."""
     load_format: LoadFormat = "auto"
     """"dummy": random weights made on the device from `seed`."""
+    skip_tokenizer_init: bool = False
+    """True: prompts are token ids, and outputs have no text."""
     max_model_len: int | None = None
     """Most tokens of prompt and output together; None: what the model was made for."""
     max_num_seqs: int | None = None

@@ -59,3 +59,35 @@ class RequestOutput:
     @property
     def finished(self) -> bool:
         return all(output.finished for output in self.outputs)
+
+    def apply(self, delta: "OutputDelta") -> None:
+        """Grow by what one step has added."""
+        if delta.prompt_logprobs:
+            self.prompt_logprobs = (self.prompt_logprobs or []) + list(delta.prompt_logprobs)
+        output = self.outputs[delta.index]
+        output.text += delta.text
+        output.token_ids.extend(delta.token_ids)
+        if delta.logprobs:
+            output.logprobs = output.logprobs or []
+            output.logprobs.extend(delta.logprobs)
+            chosen = (
+                candidates[token_id].logprob
+                for token_id, candidates in zip(delta.token_ids, delta.logprobs, strict=True)
+            )
+            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + sum(chosen)
+        output.finish_reason = delta.finish_reason
+        output.stop_reason = delta.stop_reason
+
+
+@dataclass(frozen=True, slots=True)
+class OutputDelta:
+    """What one step adds to one of a request's answers."""
+
+    request_id: str
+    index: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[dict[int, Logprob], ...] = ()
+    prompt_logprobs: tuple[dict[int, Logprob] | None, ...] = ()
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None

@@ -1,0 +1,32 @@
+"""The only list of padded step shapes; warm-up compiles it and execution picks from it."""
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """One compiled shape: T flat tokens that belong to at most B requests."""
+
+    num_tokens: int
+    num_rows: int
+
+
+def make_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[Bucket, ...]:
+    """Powers of two up to the token budget, and the budget itself.
+
+    Every row has at least one token, so a step of T tokens has at most min(T, max_num_seqs) rows
+    and one number picks the shape: there are no gaps.
+    """
+    sizes = []
+    size = 1
+    while size < max_num_batched_tokens:
+        sizes.append(size)
+        size *= 2
+    sizes.append(max_num_batched_tokens)
+    return tuple(Bucket(t, min(t, max_num_seqs)) for t in sizes)
+
+
+def pick_bucket(buckets: tuple[Bucket, ...], num_tokens: int) -> Bucket:
+    """The smallest bucket that holds `num_tokens` tokens."""
+    return buckets[bisect_left(buckets, num_tokens, key=lambda bucket: bucket.num_tokens)]

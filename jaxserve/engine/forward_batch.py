@@ -1,0 +1,162 @@
+"""One step's input: how it is packed on the host, and what it unpacks to on the device.
+
+Everything the host decides travels as one int32 vector, so that a step costs one transfer.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int32
+
+from jaxserve.engine.buckets import Bucket
+from jaxserve.model.attention import AttentionBatch
+from jaxserve.sampling import SamplingRows
+
+FROM_SLOT = -1
+"""As a token id: take the token that this row's slot sampled last."""
+NO_TARGET = -1
+"""As a prompt target: no log-probability is asked for at this position."""
+
+
+class Column(IntEnum):
+    """Per-row values, in the order they are packed; floats travel as their bits."""
+
+    SLOT = 0
+    SAMPLES = 1
+    CONTEXT_LEN = 2
+    OUTPUT_INDEX = 3
+    MIN_TOKENS = 4
+    TOP_K = 5
+    SEED_HIGH = 6
+    SEED_LOW = 7
+    NUM_LOGPROBS = 8
+    HAS_BIAS = 9
+    HAS_BAD_WORDS = 10
+    TEMPERATURE = 11
+    TOP_P = 12
+    MIN_P = 13
+    PRESENCE_PENALTY = 14
+    FREQUENCY_PENALTY = 15
+    REPETITION_PENALTY = 16
+
+
+def float_bits(value: float) -> int:
+    """The bits of `value` as float32, read as int32."""
+    return int(np.float32(value).view(np.int32))
+
+
+def neutral_columns() -> np.ndarray:
+    """The columns of a padding row: greedy, no feature, samples nothing."""
+    columns = np.zeros(len(Column), np.int32)
+    columns[Column.NUM_LOGPROBS] = -1
+    columns[Column.TOP_P] = float_bits(1.0)
+    columns[Column.REPETITION_PENALTY] = float_bits(1.0)
+    return columns
+
+
+class ForwardBatch(NamedTuple):
+    """One step's input on the device."""
+
+    token_ids: Int32[Array, "T"]
+    """FROM_SLOT for decode tokens."""
+    token_slots: Int32[Array, "T"]
+    """The slot of the request that each token belongs to."""
+    prompt_targets: Int32[Array, "T"]
+    """The prompt's next token, where its log-probability is asked for; else NO_TARGET."""
+    last_tokens: Int32[Array, "B"]
+    """Flat index of each row's last token, whose logits are sampled."""
+    attention: AttentionBatch
+    rows: SamplingRows
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLayout:
+    """Where each part lies in the packed vector of one bucket."""
+
+    bucket: Bucket
+    max_blocks: int
+    """M, blocks of the longest request."""
+    block_size: int
+
+    @property
+    def size(self) -> int:
+        """Length of the packed vector."""
+        t, b = self.bucket.num_tokens, self.bucket.num_rows
+        return 2 * t + (b + 1) + 1 + len(Column) * b + b * self.max_blocks
+
+    def split(self, packed):
+        """(token_ids [T], prompt_targets [T], query_starts [B+1], num_decode_rows [1],
+        columns [C, B], block_tables [B, M]), as views of `packed` (numpy or JAX)."""
+        t, b = self.bucket.num_tokens, self.bucket.num_rows
+        parts = []
+        offset = 0
+        for shape in (
+            (t,),
+            (t,),
+            (b + 1,),
+            (1,),
+            (len(Column), b),
+            (b, self.max_blocks),
+        ):
+            size = int(np.prod(shape))
+            parts.append(packed[offset : offset + size].reshape(shape))
+            offset += size
+        return parts
+
+    def unpack(self, packed: Int32[Array, "size"]) -> ForwardBatch:
+        """Derive the step's arrays on the device."""
+        token_ids, targets, query_starts, num_decode, columns, block_tables = self.split(packed)
+        num_tokens, num_rows = self.bucket.num_tokens, self.bucket.num_rows
+        context_lens = columns[Column.CONTEXT_LEN]
+        slots = columns[Column.SLOT]
+
+        flat = jnp.arange(num_tokens, dtype=jnp.int32)
+        valid = flat < query_starts[-1]
+        row = jnp.searchsorted(query_starts[1:], flat, side="right", method="compare_all")
+        row = jnp.minimum(row, num_rows - 1).astype(jnp.int32)
+        positions = jnp.where(valid, context_lens[row] - query_starts[row + 1] + flat, 0)
+        block = block_tables[row, positions // self.block_size]
+        offset = positions % self.block_size
+        kv_slots = jnp.where(valid, block * self.block_size + offset, flat % self.block_size)
+
+        def floats(column: Column) -> jax.Array:
+            return jax.lax.bitcast_convert_type(columns[column], jnp.float32)
+
+        samples = columns[Column.SAMPLES] != 0
+        output_index = columns[Column.OUTPUT_INDEX]
+        seed = columns[Column.SEED_HIGH : Column.SEED_LOW + 1].T
+        return ForwardBatch(
+            token_ids=token_ids,
+            token_slots=slots[row],
+            prompt_targets=targets,
+            last_tokens=jnp.maximum(query_starts[1:] - 1, 0),
+            attention=AttentionBatch(
+                positions=positions,
+                kv_slots=kv_slots,
+                block_tables=block_tables,
+                query_starts=query_starts,
+                context_lens=context_lens,
+                num_decode_rows=num_decode[0],
+            ),
+            rows=SamplingRows(
+                slots=slots,
+                samples=samples,
+                temperature=floats(Column.TEMPERATURE),
+                top_p=floats(Column.TOP_P),
+                min_p=floats(Column.MIN_P),
+                presence_penalty=floats(Column.PRESENCE_PENALTY),
+                frequency_penalty=floats(Column.FREQUENCY_PENALTY),
+                repetition_penalty=floats(Column.REPETITION_PENALTY),
+                top_k=columns[Column.TOP_K],
+                seed=jax.lax.bitcast_convert_type(seed, jnp.uint32),
+                output_index=output_index,
+                num_logprobs=columns[Column.NUM_LOGPROBS],
+                has_bias=columns[Column.HAS_BIAS] != 0,
+                has_bad_words=columns[Column.HAS_BAD_WORDS] != 0,
+                mask_stop_tokens=samples & (output_index < columns[Column.MIN_TOKENS]),
+            ),
+        )

@@ -1,0 +1,142 @@
+"""What the engine keeps of a running request: sampling, text, log-probabilities.
+
+The scheduler's Request has only what it decides on; the rest lives here.
+"""
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxserve.outputs import Logprob, OutputDelta, RequestMetrics, RequestOutput
+from jaxserve.sampling import SampleOutput
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.text.detokenizer import IncrementalDetokenizer
+from jaxserve.text.tokenizer import Tokenizer
+from scheduler import FinishReason, Request, TokenEvent
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """One sequence: a request with n = 3 has three of these."""
+
+    request: Request
+    """The scheduler's side; its token lists are shared, never copied."""
+    parent_id: str
+    index: int
+    params: SamplingParams
+    seed: int
+    """64 bits; the key of output token i is this folded with i."""
+    has_bias: bool
+    bad_word_token_ids: list[list[int]]
+    """Several-token bad words; single tokens are in the slot's bias."""
+    metrics: RequestMetrics
+    tokenizer: Tokenizer | None
+    detokenizer: IncrementalDetokenizer | None
+    eos_token_ids: frozenset[int]
+    num_prompt_logprobs: int = 0
+    """Prompt positions already reported; a preempted request computes them again."""
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.request.prompt_token_ids
+
+    def advance(self, event: TokenEvent, logprobs: dict[int, Logprob] | None) -> OutputDelta:
+        """Take one sampled token; its finish reason becomes "stop" if it ends a stop string."""
+        now = time.monotonic()
+        if self.metrics.first_token_s is None:
+            self.metrics.first_token_s = now
+        finish = event.finish_reason
+        stop_reason: int | str | None = None
+        if event.stop_token_id is not None and event.stop_token_id not in self.eos_token_ids:
+            stop_reason = event.stop_token_id
+        text = ""
+        if self.detokenizer is not None:
+            hidden = event.stop_token_id is not None and not self.params.include_stop_str_in_output
+            shown = [] if hidden else [event.token_id]
+            text = self.detokenizer.push(shown, finished=finish is not None)
+            if self.detokenizer.stop_string is not None:
+                finish = FinishReason.STOP
+                stop_reason = self.detokenizer.stop_string
+        if finish is not None:
+            self.metrics.finished_s = now
+        return OutputDelta(
+            request_id=self.parent_id,
+            index=self.index,
+            text=text,
+            token_ids=(event.token_id,),
+            logprobs=() if logprobs is None else (logprobs,),
+            finish_reason=None if finish is None else finish.value,
+            stop_reason=stop_reason,
+        )
+
+    def aborted(self) -> OutputDelta:
+        """The last word of a request that was aborted; text held back so far is flushed."""
+        self.metrics.finished_s = time.monotonic()
+        text = "" if self.detokenizer is None else self.detokenizer.push([], finished=True)
+        return OutputDelta(
+            request_id=self.parent_id,
+            index=self.index,
+            text=text,
+            finish_reason=FinishReason.ABORT.value,
+        )
+
+    def logprobs_at(
+        self, output: SampleOutput, position: int, token_id: int, num_candidates: int
+    ) -> dict[int, Logprob]:
+        """The token's own log-probability and the most likely candidates', by token id.
+
+        `output` holds NumPy arrays of a finished step; `position` is the row to read.
+        """
+        entries = {
+            token_id: (float(output.logprobs[position]), int(output.ranks[position])),
+        }
+        for rank in range(num_candidates):
+            candidate = int(output.top_token_ids[position, rank])
+            logprob = float(output.top_logprobs[position, rank])
+            entries.setdefault(candidate, (logprob, rank + 1))
+        return {
+            token: Logprob(logprob, rank, self._token_text(token))
+            for token, (logprob, rank) in entries.items()
+        }
+
+    def _token_text(self, token_id: int) -> str | None:
+        return None if self.tokenizer is None else self.tokenizer.token_text(token_id)
+
+    def prompt_logprobs_of(
+        self, output: SampleOutput, start: int, flat: int, num_tokens: int
+    ) -> OutputDelta | None:
+        """The prompt log-probabilities of one chunk that have not been reported yet.
+
+        The chunk holds positions start .. start + num_tokens - 1 at flat index `flat`; position p
+        tells about prompt token p + 1.
+        """
+        if self.params.prompt_logprobs is None or self.index != 0:
+            return None
+        prompt = self.prompt_token_ids
+        entries: list[dict[int, Logprob] | None] = []
+        if self.num_prompt_logprobs == 0:
+            entries.append(None)
+        first = max(start + 1, self.num_prompt_logprobs)
+        for target in range(first, min(start + num_tokens, len(prompt) - 1) + 1):
+            position = flat + target - 1 - start
+            entries.append(
+                self.logprobs_at(output, position, prompt[target], self.params.prompt_logprobs)
+            )
+        if not entries:
+            return None
+        self.num_prompt_logprobs += len(entries)
+        return OutputDelta(self.parent_id, self.index, prompt_logprobs=tuple(entries))
+
+
+@dataclass(slots=True)
+class Submission:
+    """A checked request, ready for the engine: the output it will grow and its n sequences."""
+
+    output: RequestOutput
+    states: list[RequestState] = field(default_factory=list)
+
+
+def to_numpy(output: SampleOutput) -> SampleOutput:
+    """Fetch a step's sampled values to the host."""
+    return SampleOutput(*(np.asarray(x) for x in output))

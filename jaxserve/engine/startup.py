@@ -1,0 +1,172 @@
+"""From a configuration to everything a running engine holds, phase by phase."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import platformdirs
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.buckets import Bucket, make_buckets
+from jaxserve.engine.forward_batch import BatchLayout
+from jaxserve.engine.memory import kv_cache_budget, num_kv_blocks
+from jaxserve.engine.programs import (
+    Programs,
+    compile_programs,
+    make_kv_caches,
+    padding_batch,
+    use_compilation_cache,
+)
+from jaxserve.model.config import ModelConfig
+from jaxserve.model.definition import ModelDefinition
+from jaxserve.model.loader import load_model_params
+from jaxserve.model.resolve import resolve_model
+from jaxserve.sampling import SlotState, new_slot_state
+from jaxserve.text.tokenizer import Tokenizer
+from scheduler import SchedulerConfig
+from sharding import make_mesh
+
+
+@dataclass
+class EngineParts:
+    """What the engine owns; the device arrays among them are replaced by every step."""
+
+    definition: ModelDefinition
+    tokenizer: Tokenizer | None
+    eos_token_ids: frozenset[int]
+    scheduler_config: SchedulerConfig
+    max_blocks: int
+    buckets: tuple[Bucket, ...]
+    programs: Programs
+    replicated: NamedSharding
+    params: Any
+    kv_caches: tuple[jax.Array, ...]
+    slots: SlotState
+    phases_s: dict[str, float]
+
+    def free(self) -> None:
+        """Delete the device arrays."""
+        for array in jax.tree.leaves((self.params, self.kv_caches, self.slots)):
+            array.delete()
+        self.params, self.kv_caches, self.slots = None, (), None
+
+
+class _Phases:
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self.seconds[name] = round(time.perf_counter() - begin, 3)
+
+
+def start(config: EngineConfig) -> EngineParts:
+    """Load, size, compile, warm up. ValueError or OSError says in one line what is wrong."""
+    phase = _Phases()
+    if config.compilation_cache_dir != "":
+        default = Path(platformdirs.user_cache_dir("jaxserve")) / "compiled"
+        use_compilation_cache(Path(config.compilation_cache_dir or default))
+
+    with phase("resolve"):
+        folder = resolve_model(config.model)
+        model_config = ModelConfig.from_folder(folder)
+        mesh = make_mesh(config.tensor_parallel_size)
+        device = mesh.devices.flat[0]
+        on_gpu = device.platform == "gpu"
+        dtype = config.dtype if config.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
+        impl = config.attention_impl
+        if impl == "auto":
+            impl = "triton" if on_gpu else "reference"
+        definition = ModelDefinition.create(
+            model_config,
+            tensor_parallel_size=config.tensor_parallel_size,
+            dtype=jnp.dtype(dtype),
+            attention_impl=impl,
+        )
+        max_model_len = config.max_model_len or model_config.max_position_embeddings
+        if max_model_len > model_config.max_position_embeddings:
+            raise ValueError(
+                f"max_model_len={max_model_len} is more than the model was made for "
+                f"({model_config.max_position_embeddings})"
+            )
+        max_num_seqs = config.max_num_seqs or (256 if on_gpu else 64)
+        max_num_batched_tokens = config.max_num_batched_tokens or (2048 if on_gpu else 256)
+        max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
+
+    with phase("tokenizer"):
+        tokenizer = None if config.skip_tokenizer_init else Tokenizer(folder)
+        eos = model_config.eos_token_ids if tokenizer is None else tokenizer.eos_token_ids
+
+    bytes_per_block = definition.kv_bytes_per_block(config.block_size)
+    max_blocks = -(-max_model_len // config.block_size)
+    buckets = make_buckets(max_num_seqs, max_num_batched_tokens)
+    layouts = {b: BatchLayout(b, max_blocks, config.block_size) for b in buckets}
+
+    def blocks_beside(temp_bytes: int) -> int:
+        budget = kv_cache_budget(
+            device, config.kv_cache_memory_bytes, config.gpu_memory_utilization, temp_bytes
+        )
+        return num_kv_blocks(budget, bytes_per_block, config.block_size, max_model_len)
+
+    def compiled(num_blocks: int, chosen: dict[Bucket, BatchLayout]) -> Programs:
+        return compile_programs(
+            definition, mesh, chosen, num_blocks, max_num_seqs, config.max_logprobs
+        )
+
+    with phase("weights"):
+        # A cache that cannot fit even without weights is refused before they are loaded.
+        blocks_beside(0)
+        params = load_model_params(folder, definition, mesh, config.load_format, config.seed)
+        slots = jax.jit(
+            lambda: new_slot_state(max_num_seqs, model_config.vocab_size),
+            out_shardings=NamedSharding(mesh, P()),
+        )()
+        jax.block_until_ready((params, slots))
+
+    with phase("compile"):
+        num_blocks = blocks_beside(0)
+        if on_gpu and config.kv_cache_memory_bytes is None:
+            # Scratch memory is known only once the largest step is compiled, whatever the pool.
+            largest = compiled(num_blocks, {buckets[-1]: layouts[buckets[-1]]})
+            num_blocks = blocks_beside(largest.temp_bytes)
+        programs = compiled(num_blocks, layouts)
+
+    with phase("warm_up"):
+        kv_caches = make_kv_caches(definition, mesh, num_blocks, config.block_size)
+        replicated = NamedSharding(mesh, P())
+        for bucket, step in programs.steps.items():
+            packed = jax.device_put(padding_batch(layouts[bucket]), replicated)
+            kv_caches, slots, output = step(params, kv_caches, slots, packed)
+        jax.block_until_ready(output)
+
+    return EngineParts(
+        definition=definition,
+        tokenizer=tokenizer,
+        eos_token_ids=frozenset(eos),
+        scheduler_config=SchedulerConfig(
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            enable_prefix_caching=config.enable_prefix_caching,
+            policy=config.scheduling_policy,
+        ),
+        max_blocks=max_blocks,
+        buckets=buckets,
+        programs=programs,
+        replicated=replicated,
+        params=params,
+        kv_caches=kv_caches,
+        slots=slots,
+        phases_s=phase.seconds,
+    )
