@@ -9,6 +9,8 @@ import queue
 import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from typing import NamedTuple
 
 from jaxserve.engine.engine import Engine, EngineStats
 from jaxserve.engine.request_state import Submission
@@ -50,31 +52,46 @@ class RequestStream:
             yield self.output
 
 
+class _Command(NamedTuple):
+    run: Callable[[], None]
+    """On the engine's thread, between two steps."""
+    fail: Callable[[Exception], object]
+    """Instead, if the engine is gone by then."""
+
+
 class AsyncEngine:
     """Owns an Engine and the thread that steps it."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._streams: dict[str, RequestStream] = {}
-        self._failure: Exception | None = None
+        self._ended: EngineDeadError | None = None
+        self._ending = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
         self._thread.start()
 
     @property
     def is_running(self) -> bool:
-        return self._failure is None and self._thread.is_alive()
+        return self._ended is None
 
     def submit(self, submission: Submission) -> RequestStream:
         """Queue a prepared request. EngineDeadError if the engine is gone."""
-        self._check_running()
         stream = RequestStream(submission.output)
-        self._commands.put(lambda: self._add(submission, stream))
+        self._send(
+            _Command(
+                lambda: self._add(submission, stream),
+                lambda error: _post(stream.loop, stream.fail, error),
+            )
+        )
         return stream
 
     def abort(self, request_id: str) -> None:
-        """End a request soon; nothing happens if it is unknown."""
-        self._commands.put(lambda: self._deliver(self.engine.abort(request_id)))
+        """End a request soon; nothing happens if it, or the engine, is gone."""
+        if self._ended is None:
+            self._commands.put(
+                _Command(lambda: self._deliver(self.engine.abort(request_id)), lambda error: None)
+            )
 
     async def stats(self) -> EngineStats:
         """The engine's figures, read between two steps."""
@@ -85,44 +102,41 @@ class AsyncEngine:
         return await self._call(self.engine.reset_prefix_cache)
 
     def close(self) -> None:
-        """End all requests, stop the thread, free the device memory."""
+        """End all requests, stop the thread, free the device memory. Closing twice is fine."""
         self._commands.put(None)
         self._thread.join()
 
-    def _check_running(self) -> None:
-        if not self.is_running:
-            raise EngineDeadError("the engine is not running") from self._failure
+    def _send(self, command: _Command) -> None:
+        with self._ending:
+            if self._ended is not None:
+                raise self._ended
+            self._commands.put(command)
 
     async def _call[T](self, function: Callable[[], T]) -> T:
-        self._check_running()
-        loop = asyncio.get_running_loop()
-        result: asyncio.Future[T] = loop.create_future()
-        self._commands.put(lambda: _post(loop, result.set_result, function()))
-        return await result
+        future: Future[T] = Future()
+        self._send(_Command(lambda: _fulfil(future, function), future.set_exception))
+        return await asyncio.wrap_future(future)
 
     # On the engine's thread.
 
-    def _add(self, submission: Submission, stream: RequestStream) -> None:
-        try:
-            self.engine.add(submission)
-        except ValueError as error:
-            _post(stream.loop, stream.fail, error)
-        else:
-            self._streams[submission.output.request_id] = stream
-
     def _run(self) -> None:
+        error = EngineDeadError("the engine was closed")
         try:
             while self._obey():
                 self._deliver(self.engine.step())
-        except Exception as error:
-            self._failure = error
-        finally:
-            reason = self._failure
-            message = "the engine was closed" if reason is None else f"the engine failed: {reason}"
-            for stream in self._streams.values():
-                _post(stream.loop, stream.fail, EngineDeadError(message))
-            self._streams.clear()
-            self.engine.close()
+        except Exception as failure:
+            error = EngineDeadError(f"the engine failed: {failure}")
+            error.__cause__ = failure
+        with self._ending:
+            self._ended = error
+        for stream in self._streams.values():
+            _post(stream.loop, stream.fail, error)
+        self._streams.clear()
+        while not self._commands.empty():
+            command = self._commands.get()
+            if command is not None:
+                command.fail(error)
+        self.engine.close()
 
     def _obey(self) -> bool:
         """Do what was asked; waits while there is nothing to step. False: stop."""
@@ -133,7 +147,15 @@ class AsyncEngine:
                 return True
             if command is None:
                 return False
-            command()
+            command.run()
+
+    def _add(self, submission: Submission, stream: RequestStream) -> None:
+        try:
+            self.engine.add(submission)
+        except ValueError as error:
+            _post(stream.loop, stream.fail, error)
+        else:
+            self._streams[submission.output.request_id] = stream
 
     def _deliver(self, deltas: list[OutputDelta]) -> None:
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[RequestStream, OutputDelta]]]
@@ -165,3 +187,8 @@ def _post(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arg
 def _apply_all(pairs: list[tuple[RequestStream, OutputDelta]]) -> None:
     for stream, delta in pairs:
         stream.apply(delta)
+
+
+def _fulfil[T](future: Future[T], function: Callable[[], T]) -> None:
+    if future.set_running_or_notify_cancel():
+        future.set_result(function())
