@@ -10,7 +10,7 @@ import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxserve.engine.engine import Engine, EngineStats
 from jaxserve.engine.request_state import Submission
@@ -114,7 +114,11 @@ class AsyncEngine:
 
     async def _call[T](self, function: Callable[[], T]) -> T:
         future: Future[T] = Future()
-        self._send(_Command(lambda: _fulfil(future, function), future.set_exception))
+        self._send(
+            _Command(
+                lambda: _fulfil(future, function), lambda error: _fulfil(future, _raiser(error))
+            )
+        )
         return await asyncio.wrap_future(future)
 
     # On the engine's thread.
@@ -191,4 +195,14 @@ def _apply_all(pairs: list[tuple[RequestStream, OutputDelta]]) -> None:
 
 def _fulfil[T](future: Future[T], function: Callable[[], T]) -> None:
     if future.set_running_or_notify_cancel():
-        future.set_result(function())
+        try:
+            future.set_result(function())
+        except Exception as error:
+            future.set_exception(error)
+
+
+def _raiser(error: Exception) -> Callable[[], Any]:
+    def fail() -> Any:
+        raise error
+
+    return fail
