@@ -1,0 +1,87 @@
+"""The decoder that all architectures share: pre-norm layers on a residual stream."""
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Float32, Int32
+
+from jaxserve.model.attention import AttentionBatch, AttentionImpl
+from jaxserve.model.config import ModelConfig
+from jaxserve.model.layers import Attention, AttentionOptions, GatedMLP, RMSNorm, Vocabulary
+from jaxserve.model.rope import RopeAngles, rope_angles
+from jaxserve.model.sizes import GlobalSizes
+
+
+class DecoderLayer(nnx.Module):
+    """Attention and MLP, each added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, attn: Attention, dtype: jnp.dtype) -> None:
+        self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.attn = attn
+        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, dtype)
+
+    def __call__(
+        self,
+        x: Float[Array, "T D"],
+        angles: RopeAngles,
+        kv_cache: Float[Array, "P K 2 S H"],
+        batch: AttentionBatch,
+    ) -> tuple[Float[Array, "T D"], Float[Array, "P K 2 S H"]]:
+        attended, kv_cache = self.attn(self.attn_norm(x), angles, kv_cache, batch)
+        x = x + attended
+        return x + self.mlp(self.mlp_norm(x)), kv_cache
+
+
+class CausalLM(nnx.Module):
+    """A language model; each architecture says what its layers attend with.
+
+    Made with global shapes; called inside `shard_map` over the tensor axis with this shard's
+    parameters and caches. Everything else is whole and the same on every shard.
+    """
+
+    def __init__(
+        self, config: ModelConfig, sizes: GlobalSizes, dtype: jnp.dtype, impl: AttentionImpl
+    ) -> None:
+        def layer(index: int) -> DecoderLayer:
+            options = self.attention_options(config, index)
+            return DecoderLayer(config, Attention(config, sizes, options, dtype, impl), dtype)
+
+        def vocabulary() -> Vocabulary:
+            return Vocabulary(sizes.num_vocab_rows, config.hidden_size, dtype)
+
+        self.config = config
+        self.embed = vocabulary()
+        self.layers = nnx.List([layer(index) for index in range(config.num_layers)])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.head = None if config.tie_word_embeddings else vocabulary()
+
+    @staticmethod
+    def attention_options(config: ModelConfig, layer: int) -> AttentionOptions:
+        """What the layer of this index attends with."""
+        raise NotImplementedError
+
+    def __call__(
+        self,
+        token_ids: Int32[Array, "T"],
+        kv_caches: tuple[Float[Array, "P K 2 S H"], ...],
+        batch: AttentionBatch,
+    ) -> tuple[Float[Array, "T D"], tuple[Float[Array, "P K 2 S H"], ...]]:
+        """The hidden states after the final norm, and the caches with this step's K and V.
+
+        The layers are unrolled: a scan over stacked caches would copy the cache every layer.
+        """
+        config = self.config
+        angles = rope_angles(
+            batch.positions, config.head_dim, config.rope_theta, config.rope_scaling
+        )
+        x = self.embed.embed(token_ids)
+        written = []
+        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
+            x, kv_cache = layer(x, angles, kv_cache, batch)
+            written.append(kv_cache)
+        return self.norm(x), tuple(written)
+
+    def logits(self, hidden: Float[Array, "n D"]) -> Float32[Array, "n V"]:
+        """The scores of the whole vocabulary, on every shard."""
+        rows = self.embed if self.head is None else self.head
+        return rows.logits(hidden, self.config.vocab_size)

@@ -1,0 +1,169 @@
+"""The layers that all architectures share, written for one shard of the tensor axis.
+
+A layer is made with global shapes and called with its shard of them: sizes of split dimensions
+come from the arrays, never from the configuration. Weights are [out, in] as in the checkpoints.
+Parameters and activations are in the compute dtype; norms' statistics and logits in float32.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Float32, Int32
+
+from jaxserve.model.attention import AttentionBatch, AttentionImpl, attend
+from jaxserve.model.config import ModelConfig
+from jaxserve.model.rope import RopeAngles, apply_rope
+from jaxserve.model.sizes import GlobalSizes
+from sharding import all_gather, all_reduce, shard_index
+
+
+def linear(
+    x: Float[Array, "T in_size"],
+    weight: Float[Array, "*out in_size"],
+    out_dtype: jnp.dtype | None = None,
+) -> Float[Array, "T *out"]:
+    """x @ weight.T, in x's dtype unless told.
+
+    float32 asks for the full precision: a GPU would otherwise round the operands to TF32. The
+    product is of plain matrices: XLA's CPU backend transposes a weight of more dimensions anew at
+    every step.
+    """
+    product = jax.lax.dot_general(
+        x,
+        weight.reshape(-1, weight.shape[-1]),
+        (((1,), (1,)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+        preferred_element_type=out_dtype or x.dtype,
+    )
+    return product.reshape(len(x), *weight.shape[:-1])
+
+
+class Linear(nnx.Module):
+    """A weight [*out, in], split by output or by input, with a bias [*out] or none."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: jnp.dtype, *, bias: bool = False) -> None:
+        self.weight = nnx.Param(jnp.zeros(shape, dtype))
+        self.bias = nnx.Param(jnp.zeros(shape[:-1], dtype)) if bias else None
+
+    def split_by_output(self, x: Float[Array, "T D"]) -> Float[Array, "T *outer"]:
+        """From the whole input to this shard's outputs."""
+        return self._biased(linear(x, self.weight[...]))
+
+    def split_by_input(self, x: Float[Array, "T inner"]) -> Float[Array, "T D"]:
+        """From this shard's inputs to the whole output; the bias is added once, after the sum."""
+        return self._biased(all_reduce(linear(x, self.weight[...])))
+
+    def _biased(self, x: Array) -> Array:
+        return x if self.bias is None else x + self.bias[...]
+
+
+class RMSNorm(nnx.Module):
+    """Root mean square norm (arXiv:1910.07467) over the last dimension."""
+
+    def __init__(self, size: int, eps: float, dtype: jnp.dtype) -> None:
+        self.weight = nnx.Param(jnp.zeros((size,), dtype))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
+        wide = x.astype(jnp.float32)
+        mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+        scaled = wide * jax.lax.rsqrt(mean_square + self.eps) * self.weight[...]
+        return scaled.astype(x.dtype)
+
+
+class Vocabulary(nnx.Module):
+    """A row for each token, split by rows: the embedding, the head, or both when tied."""
+
+    def __init__(self, num_rows: int, hidden_size: int, dtype: jnp.dtype) -> None:
+        self.weight = nnx.Param(jnp.zeros((num_rows, hidden_size), dtype))
+
+    def embed(self, token_ids: Int32[Array, "T"]) -> Float[Array, "T D"]:
+        """Each token's row; zeros for an id that no shard holds."""
+        weight = self.weight[...]
+        rows = token_ids - shard_index() * weight.shape[0]
+        held = (rows >= 0) & (rows < weight.shape[0])
+        found = weight[jnp.where(held, rows, 0)]
+        return all_reduce(jnp.where(held[:, None], found, 0))
+
+    def logits(self, hidden: Float[Array, "n D"], vocab_size: int) -> Float32[Array, "n V"]:
+        """Each token's score, without the rows that fill up the last shard."""
+        scores = linear(hidden, self.weight[...], jnp.dtype(jnp.float32))
+        return all_gather(scores, axis=1)[:, :vocab_size]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """In what the architectures' attention differs."""
+
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+    """Norm each query and key head before it is turned."""
+    sliding_window: int | None = None
+    """How many of the newest tokens, itself included, a token sees; None: all."""
+
+
+class Attention(nnx.Module):
+    """Self-attention over the paged KV cache.
+
+    `qkv` holds for each KV head the rows of its query heads, its key and its value, so that a
+    split by KV heads keeps each group together; K and V are never expanded to the query heads.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        sizes: GlobalSizes,
+        options: AttentionOptions,
+        dtype: jnp.dtype,
+        impl: AttentionImpl,
+    ) -> None:
+        def head_norm() -> RMSNorm | None:
+            return RMSNorm(config.head_dim, config.rms_norm_eps, dtype) if options.qk_norm else None
+
+        hidden, heads = config.hidden_size, (sizes.num_kv_heads, sizes.group_size + 2)
+        self.qkv = Linear((*heads, config.head_dim, hidden), dtype, bias=options.qkv_bias)
+        self.q_norm = head_norm()
+        self.k_norm = head_norm()
+        self.o = Linear((hidden, config.num_heads * config.head_dim), dtype, bias=options.o_bias)
+        self.sliding_window = options.sliding_window
+        self.impl = impl
+
+    def __call__(
+        self,
+        x: Float[Array, "T D"],
+        angles: RopeAngles,
+        kv_cache: Float[Array, "P K 2 S H"],
+        batch: AttentionBatch,
+    ) -> tuple[Float[Array, "T D"], Float[Array, "P K 2 S H"]]:
+        """N, K and the cache are this shard's."""
+        qkv = self.qkv.split_by_output(x)
+        q, k, v = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        num_tokens, head_dim = len(x), qkv.shape[-1]
+        attended, kv_cache = attend(
+            apply_rope(q, angles).reshape(num_tokens, -1, head_dim),
+            apply_rope(k, angles),
+            v,
+            kv_cache,
+            batch,
+            scale=head_dim**-0.5,
+            sliding_window=self.sliding_window,
+            impl=self.impl,
+        )
+        return self.o.split_by_input(attended.reshape(num_tokens, -1)), kv_cache
+
+
+class GatedMLP(nnx.Module):
+    """down(silu(gate(x)) * up(x)), gate and up in one matrix (SwiGLU, arXiv:2002.05202)."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, dtype: jnp.dtype) -> None:
+        self.gate_up = Linear((2, intermediate_size, hidden_size), dtype)
+        self.down = Linear((hidden_size, intermediate_size), dtype)
+
+    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        gate_up = self.gate_up.split_by_output(x)
+        return self.down.split_by_input(nnx.silu(gate_up[:, 0]) * gate_up[:, 1])
