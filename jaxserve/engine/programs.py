@@ -20,7 +20,7 @@ from jaxserve.engine.forward_batch import BatchLayout
 from jaxserve.engine.step import make_step
 from jaxserve.model.definition import ModelDefinition
 from jaxserve.sampling import load_slot, new_slot_state
-from sharding import kv_cache_spec, param_specs
+from sharding import KV_CACHE_SPEC, shardings
 
 COMPILE_THREADS = 8
 
@@ -57,14 +57,16 @@ def abstract_arguments(
         return jax.ShapeDtypeStruct(shape_dtype.shape, shape_dtype.dtype, sharding=sharding)
 
     params = jax.tree.map(
-        struct, definition.abstract_params, param_specs(definition.abstract_params)
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        definition.abstract_params,
+        shardings(definition.abstract_params, mesh),
     )
     shape = definition.kv_cache_shape(num_blocks, layout.block_size)
-    kv_cache = struct(jax.ShapeDtypeStruct(shape, definition.dtype), kv_cache_spec())
+    kv_cache = struct(jax.ShapeDtypeStruct(shape, definition.dtype), KV_CACHE_SPEC)
     slots = jax.eval_shape(lambda: new_slot_state(max_num_seqs, definition.config.vocab_size))
     slots = jax.tree.map(lambda x: struct(x, P()), slots)
     packed = struct(jax.ShapeDtypeStruct((layout.size,), jnp.int32), P())
-    return params, (kv_cache,) * definition.num_layers, slots, packed
+    return params, (kv_cache,) * definition.config.num_layers, slots, packed
 
 
 def compile_programs(
@@ -96,16 +98,6 @@ def compile_programs(
     load = jax.jit(load_slot, donate_argnums=0).lower(slots, slot, *rows[1:]).compile()
     temp_bytes = max(step.memory_analysis().temp_size_in_bytes for step in steps.values())
     return Programs(steps, layouts, load, temp_bytes)
-
-
-def make_kv_caches(
-    definition: ModelDefinition, mesh: Mesh, num_blocks: int, block_size: int
-) -> tuple[jax.Array, ...]:
-    """The cache of every layer, zeros, sharded over kv heads."""
-    shape = definition.kv_cache_shape(num_blocks, block_size)
-    sharding = NamedSharding(mesh, kv_cache_spec())
-    make = jax.jit(lambda: jnp.zeros(shape, definition.dtype), out_shardings=sharding)
-    return tuple(make() for _ in range(definition.num_layers))
 
 
 def padding_batch(layout: BatchLayout) -> np.ndarray:

@@ -20,7 +20,6 @@ from jaxserve.engine.memory import kv_cache_budget, num_kv_blocks
 from jaxserve.engine.programs import (
     Programs,
     compile_programs,
-    make_kv_caches,
     padding_batch,
     use_compilation_cache,
 )
@@ -106,7 +105,7 @@ def start(config: EngineConfig) -> EngineParts:
         tokenizer = None if config.skip_tokenizer_init else Tokenizer(folder)
         eos = model_config.eos_token_ids if tokenizer is None else tokenizer.eos_token_ids
 
-    bytes_per_block = definition.kv_bytes_per_block(config.block_size)
+    bytes_per_block = definition.kv_block_bytes(config.block_size)
     max_blocks = -(-max_model_len // config.block_size)
     buckets = make_buckets(max_num_seqs, max_num_batched_tokens)
     layouts = {b: BatchLayout(b, max_blocks, config.block_size) for b in buckets}
@@ -141,7 +140,7 @@ def start(config: EngineConfig) -> EngineParts:
         programs = compiled(num_blocks, layouts)
 
     with phase("warm_up"):
-        kv_caches = make_kv_caches(definition, mesh, num_blocks, config.block_size)
+        kv_caches = definition.init_kv_caches(num_blocks, config.block_size, mesh)
         replicated = NamedSharding(mesh, P())
         for bucket, step in programs.steps.items():
             packed = jax.device_put(padding_batch(layouts[bucket]), replicated)

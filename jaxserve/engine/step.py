@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int32
 from jaxserve.engine.forward_batch import FROM_SLOT, NO_TARGET, BatchLayout, ForwardBatch
 from jaxserve.model.definition import ModelDefinition
 from jaxserve.sampling import SampleOutput, SlotState, sample, token_logprobs
-from sharding import kv_cache_spec, param_specs
+from sharding import KV_CACHE_SPEC, partition_specs
 
 PROMPT_LOGPROBS_TILE = 64
 """Positions whose logits exist at one time: T x V would not fit."""
@@ -53,12 +53,12 @@ def make_step(
         step,
         mesh=mesh,
         in_specs=(
-            param_specs(definition.abstract_params),
-            (kv_cache_spec(),) * definition.num_layers,
+            partition_specs(definition.abstract_params),
+            KV_CACHE_SPEC,
             P(),
             P(),
         ),
-        out_specs=((kv_cache_spec(),) * definition.num_layers, P(), P()),
+        out_specs=(KV_CACHE_SPEC, P(), P()),
         check_vma=False,
     )
     return jax.jit(sharded, donate_argnums=(1, 2))
