@@ -1,0 +1,339 @@
+"""The engine through LLM: the batch never changes an answer, and nothing is lost."""
+
+import random
+
+import jax
+import jax.monitoring
+import pytest
+
+from jaxserve import LLM, RequestErrors, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+def tokens(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def solo(make_llm, prompts):
+    """Each prompt alone, without a prefix cache."""
+    llm = make_llm(enable_prefix_caching=False)
+    return [llm.generate(ids, GREEDY, use_tqdm=False)[0].outputs[0].token_ids for ids in prompts]
+
+
+def is_idle(llm: LLM) -> bool:
+    stats = llm.stats()
+    return (stats.num_running, stats.num_waiting, stats.num_free_blocks) == (
+        0,
+        0,
+        stats.num_blocks - 1,
+    )
+
+
+def test_together_as_alone(llm, prompts, solo):
+    assert tokens(llm.generate(prompts, GREEDY, use_tqdm=False)) == solo
+    assert is_idle(llm)
+
+
+def test_warm_prefix_cache_as_cold(make_llm, prompts, solo):
+    llm = make_llm(seed=0, kv_cache_memory_bytes=8 << 20)
+    assert tokens(llm.generate(prompts, GREEDY, use_tqdm=False)) == solo
+    hits = llm.stats().prefix_cache_hits
+    assert tokens(llm.generate(prompts, GREEDY, use_tqdm=False)) == solo
+    assert llm.stats().prefix_cache_hits > hits
+    assert llm.reset_prefix_cache()
+    assert tokens(llm.generate(prompts[:4], GREEDY, use_tqdm=False)) == solo[:4]
+
+
+def test_shuffled_in_a_pool_that_preempts(make_llm, block_bytes, prompts, solo):
+    llm = make_llm(kv_cache_memory_bytes=24 * block_bytes)
+    order = random.Random(1).sample(range(len(prompts)), len(prompts))
+    outputs = llm.generate([prompts[i] for i in order], GREEDY, use_tqdm=False)
+    assert tokens(outputs) == [solo[i] for i in order]
+    assert llm.stats().num_preemptions > 0
+    assert is_idle(llm)
+
+
+def test_hundred_requests_in_ten_blocks(make_llm, block_bytes, prompts, solo):
+    llm = make_llm(max_model_len=72, kv_cache_memory_bytes=10 * block_bytes)
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    many = [prompts[i % 40] for i in range(100)]
+    outputs = llm.generate(many, params, use_tqdm=False)
+    assert tokens(outputs) == [solo[i % 40][:10] for i in range(100)]
+    assert is_idle(llm)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_tensor_parallel_as_one_device(make_llm, prompts, solo, size):
+    # Two KV heads: on four devices each is copied.
+    llm = make_llm(tensor_parallel_size=size)
+    assert tokens(llm.generate(prompts[:10], GREEDY, use_tqdm=False)) == solo[:10]
+
+
+def test_seeded_sampling_does_not_depend_on_the_batch(llm, prompts):
+    def params(seed):
+        return SamplingParams(temperature=1.0, top_p=0.9, top_k=40, seed=seed, max_tokens=12)
+
+    alone = [
+        tokens(llm.generate(p, params(i), use_tqdm=False))[0] for i, p in enumerate(prompts[:6])
+    ]
+    mixed = llm.generate(
+        prompts[20:30] + prompts[:6],
+        [SamplingParams(max_tokens=30)] * 10 + [params(i) for i in range(6)],
+        use_tqdm=False,
+    )
+    assert tokens(mixed)[10:] == alone
+    assert len(set(map(tuple, alone))) == 6
+
+
+def test_n_answers_differ_and_keep_their_places(llm, prompts):
+    params = SamplingParams(n=3, seed=7, max_tokens=8, ignore_eos=True)
+    (output,) = llm.generate(prompts[0], params, use_tqdm=False)
+    assert [o.index for o in output.outputs] == [0, 1, 2]
+    assert len({tuple(o.token_ids) for o in output.outputs}) == 3
+    again = SamplingParams(seed=8, max_tokens=8, ignore_eos=True)
+    (second,) = llm.generate(prompts[0], again, use_tqdm=False)
+    assert second.outputs[0].token_ids == output.outputs[1].token_ids
+
+
+def test_penalties_survive_preemption(make_llm, block_bytes, prompts):
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=40,
+        ignore_eos=True,
+        repetition_penalty=1.3,
+        frequency_penalty=0.4,
+        logit_bias={5: 1.0},
+    )
+    chosen = prompts[:16]
+    calm = make_llm().generate(chosen, params, use_tqdm=False)
+    tight = make_llm(kv_cache_memory_bytes=24 * block_bytes)
+    before = tight.stats().num_preemptions
+    assert tokens(tight.generate(chosen, params, use_tqdm=False)) == tokens(calm)
+    assert tight.stats().num_preemptions > before
+
+
+def test_stop_token_ends_and_min_tokens_holds_it_back(llm, prompts, solo):
+    stop = solo[3][4]
+    first = solo[3].index(stop)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, stop_token_ids=[stop])
+    (output,) = llm.generate(prompts[3], params, use_tqdm=False)
+    assert output.outputs[0].token_ids == solo[3][: first + 1]
+    assert output.outputs[0].finish_reason == "stop"
+    assert output.outputs[0].stop_reason == stop
+    held = SamplingParams(
+        temperature=0, max_tokens=24, min_tokens=24, ignore_eos=True, stop_token_ids=[stop]
+    )
+    (output,) = llm.generate(prompts[3], held, use_tqdm=False)
+    assert stop not in output.outputs[0].token_ids
+    assert output.outputs[0].finish_reason == "length"
+
+
+def test_logprobs_are_the_raw_distribution(llm, prompts):
+    params = SamplingParams(
+        temperature=0, max_tokens=5, ignore_eos=True, logprobs=3, prompt_logprobs=2
+    )
+    (output,) = llm.generate(prompts[2], params, use_tqdm=False)
+    completion = output.outputs[0]
+    assert len(completion.logprobs) == 5
+    for token, candidates in zip(completion.token_ids, completion.logprobs, strict=True):
+        assert candidates[token].rank == 1
+        assert len(candidates) == 3
+        assert max(c.logprob for c in candidates.values()) == candidates[token].logprob
+    total = sum(
+        c[t].logprob for t, c in zip(completion.token_ids, completion.logprobs, strict=True)
+    )
+    assert completion.cumulative_logprob == pytest.approx(total)
+    assert output.prompt_logprobs[0] is None
+    assert len(output.prompt_logprobs) == len(prompts[2])
+
+
+def test_prompt_logprobs_do_not_depend_on_chunks_or_cache(make_llm, prompts):
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=2)
+    chosen = [p for p in prompts if len(p) > 40][:4]
+
+    def measure(llm):
+        outputs = llm.generate(chosen, params, use_tqdm=False)
+        return [[{} if c is None else c for c in o.prompt_logprobs] for o in outputs]
+
+    whole = measure(make_llm(max_num_batched_tokens=128, enable_prefix_caching=False))
+    chunked = make_llm(max_num_batched_tokens=16)
+    for measured in (measure(chunked), measure(chunked)):
+        for ours, theirs in zip(measured, whole, strict=True):
+            assert len(ours) == len(theirs)
+            for a, b in zip(ours, theirs, strict=True):
+                assert a.keys() == b.keys()
+                for token in a:
+                    assert a[token].logprob == pytest.approx(b[token].logprob, abs=1e-4)
+                    assert a[token].rank == b[token].rank
+
+
+def test_prompt_logprobs_agree_with_output_logprobs(llm, prompts):
+    """A token that was generated and the same token given as prompt have the same probability."""
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
+    (first,) = llm.generate(prompts[4], params, use_tqdm=False)
+    generated = first.outputs[0]
+    whole = prompts[4] + generated.token_ids
+    (second,) = llm.generate(whole, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+    for i, token in enumerate(generated.token_ids):
+        again = second.prompt_logprobs[len(prompts[4]) + i][token]
+        assert again.logprob == pytest.approx(generated.logprobs[i][token].logprob, abs=1e-4)
+
+
+def test_nothing_compiles_after_ready(make_llm, prompts):
+    llm = make_llm()
+    compiled = []
+
+    def listen(event: str, duration: float, **kwargs: object) -> None:
+        if "backend_compile" in event:
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        mixed = [
+            SamplingParams(max_tokens=1 + i % 20, temperature=i % 3, logprobs=i % 4 or None)
+            for i in range(len(prompts))
+        ]
+        llm.generate(prompts, mixed, use_tqdm=False)
+        llm.generate(prompts, SamplingParams(presence_penalty=1, prompt_logprobs=1), use_tqdm=False)
+        assert compiled == []
+        jax.jit(lambda x: x * 3 + 1)(1.0)
+        assert compiled, "the listener must hear compilations"
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        ([], "the prompt is empty"),
+        ([1, 256], "prompt token id 256 is outside the vocabulary (0 to 255)"),
+        ([1, -1], "prompt token id -1 is outside the vocabulary (0 to 255)"),
+        ([3] * 128, "the prompt has 128 tokens, but max_model_len=128"),
+        ([3] * 4000, "the prompt has 4000 tokens"),
+        ("text", "this engine has no tokenizer"),
+        ([1, 2.5], "prompt token ids must be integers, got 2.5"),
+        ({"text": "x"}, "needs 'prompt' or 'prompt_token_ids'"),
+    ],
+)
+def test_a_bad_prompt_among_good_ones(llm, prompts, solo, prompt, says):
+    good = prompts[:3]
+    with pytest.raises(RequestErrors) as raised:
+        llm.generate([good[0], prompt, good[1], good[2]], GREEDY, use_tqdm=False)
+    assert says in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert list(raised.value.errors) == [1]
+    outputs = raised.value.outputs
+    assert outputs[1] is None
+    assert tokens([outputs[0], outputs[2], outputs[3]]) == solo[:3]
+    assert is_idle(llm)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"stop_token_ids": [256]}, "stop_token_ids holds 256"),
+        ({"logit_bias": {2**31: 1.0}}, "logit_bias holds 2147483648"),
+        ({"allowed_token_ids": [999]}, "allowed_token_ids holds 999"),
+        ({"logprobs": 21}, "logprobs must be at most max_logprobs=20, got 21"),
+        ({"prompt_logprobs": 50}, "prompt_logprobs must be at most max_logprobs=20"),
+        ({"stop": "x"}, "stop needs a tokenizer"),
+    ],
+)
+def test_parameters_beyond_this_model(llm, fields, says):
+    with pytest.raises(ValueError, match=says):
+        llm.generate([3, 4], SamplingParams(**fields), use_tqdm=False)
+    assert is_idle(llm)
+
+
+def test_longest_prompt_gives_one_token(llm):
+    (output,) = llm.generate([3] * 127, SamplingParams(max_tokens=50), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 1
+    assert output.outputs[0].finish_reason == "length"
+
+
+def test_not_enough_memory_names_the_bytes(tiny_folder, block_bytes):
+    fields = {"load_format": "dummy", "skip_tokenizer_init": True, "block_size": 8}
+    with pytest.raises(ValueError, match="KV cache") as raised:
+        LLM(str(tiny_folder), max_model_len=512, kv_cache_memory_bytes=8 * block_bytes, **fields)
+    message = str(raised.value)
+    assert f"{65 * block_bytes:,} bytes" in message
+    assert f"{8 * block_bytes:,}" in message
+    assert "max_model_len=56 would fit" in message
+
+
+def test_too_long_for_the_model(tiny_folder):
+    with pytest.raises(ValueError, match="max_model_len=1024 is more than the model was made for"):
+        LLM(str(tiny_folder), max_model_len=1024, load_format="dummy", skip_tokenizer_init=True)
+
+
+def test_abort_at_any_step(llm, prompts, solo):
+    engine = llm.engine
+    for moment in range(0, 30, 3):
+        submissions = [engine.prepare(p, GREEDY) for p in prompts[:10]]
+        for submission in submissions:
+            engine.add(submission)
+        outputs = {s.output.request_id: s.output for s in submissions}
+        victims = [s.output.request_id for s in submissions[::2]]
+        steps = 0
+        while engine.has_unfinished:
+            if steps == moment:
+                for victim in victims:
+                    for delta in engine.abort(victim):
+                        outputs[victim].apply(delta)
+                    assert engine.abort(victim) == []
+            for delta in engine.step():
+                outputs[delta.request_id].apply(delta)
+            steps += 1
+        for i, submission in enumerate(submissions):
+            completion = submission.output.outputs[0]
+            assert completion.token_ids == solo[i][: len(completion.token_ids)]
+            if i % 2:
+                assert completion.token_ids == solo[i]
+            elif completion.finish_reason == "abort":
+                assert len(completion.token_ids) <= 24
+        assert any(s.output.outputs[0].finish_reason == "abort" for s in submissions)
+        assert is_idle(llm)
+
+
+def test_an_interrupted_call_leaves_the_engine_usable(llm, prompts, solo, monkeypatch):
+    step = llm.engine.step
+    calls = iter(range(100))
+
+    def interrupted():
+        if next(calls) == 5:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(prompts[:8], GREEDY, use_tqdm=False)
+    monkeypatch.undo()
+    assert tokens(llm.generate(prompts[:2], GREEDY, use_tqdm=False)) == solo[:2]
+    assert is_idle(llm)
+
+
+def test_two_engines_and_close(tiny_folder, prompts):
+    fields = {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_model_len": 64,
+        "max_num_batched_tokens": 8,
+        "kv_cache_memory_bytes": 1 << 20,
+        "compilation_cache_dir": "",
+    }
+    before = len(jax.live_arrays())
+    with LLM(str(tiny_folder), **fields) as one, LLM(str(tiny_folder), seed=1, **fields) as two:
+        assert len(jax.live_arrays()) > before
+        a = tokens(one.generate(prompts[0], GREEDY, use_tqdm=False))
+        b = tokens(two.generate(prompts[0], GREEDY, use_tqdm=False))
+        assert a != b
+        assert tokens(one.generate(prompts[0], GREEDY, use_tqdm=False)) == a
+    one.close()
+    assert len(jax.live_arrays()) == before
+
+
+def test_progress_shows_tokens_per_second(llm, prompts, capsys):
+    llm.generate(prompts[:2], GREEDY)
+    assert "tokens/s" in capsys.readouterr().err
