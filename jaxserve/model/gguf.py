@@ -136,7 +136,6 @@ def make_config(metadata: dict[str, Any], tensors: dict[str, ReaderTensor]) -> d
     }
     if architecture == "llama":
         config["attention_bias"] = "blk.0.attn_q.bias" in tensors
-        config["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
     for name in ("rope.dimension_count", "attention.value_length"):
         if take(name, head_dim) != head_dim:
             raise ModelError(f"metadata {prefix}{name} other than head_dim is not supported")

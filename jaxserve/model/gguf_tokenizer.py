@@ -4,6 +4,7 @@ A GGUF holds vocabulary, merges and the name of the text splitter (`tokenizer.gg
 splitter itself; the splitters here are those of the models' own tokenizer.json files.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,19 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerFast
 
 from jaxserve.model.errors import ModelError
 
 # Token types of `tokenizer.ggml.token_type`.
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
+
+# What GGUF calls the special tokens, and what tokenizer_config.json does.
+_TOKEN_OPTIONS = {
+    "bos": "bos_token",
+    "eos": "eos_token",
+    "unknown": "unk_token",
+    "padding": "pad_token",
+}
 
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -71,7 +79,7 @@ def write_tokenizer(metadata: dict[str, Any], folder: Path) -> None:
             added = AddedToken(token, normalized=False, special=type_ == _CONTROL)
             tokenizer.add_tokens([added])
 
-    special = {name: _token(metadata, tokens, name) for name in ("bos", "eos", "unknown", "padding")}
+    special = {name: _token(metadata, tokens, name) for name in _TOKEN_OPTIONS}
     if metadata.get("tokenizer.ggml.add_bos_token", adds_bos):
         if special["bos"] is None:
             raise ModelError("the tokenizer adds a bos token, but bos_token_id is missing")
@@ -81,15 +89,12 @@ def write_tokenizer(metadata: dict[str, Any], folder: Path) -> None:
             pair=f"{bos} $A {bos} $B",
             special_tokens=[(bos, tokenizer.token_to_id(bos))],
         )
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=special["bos"],
-        eos_token=special["eos"],
-        unk_token=special["unknown"],
-        pad_token=special["padding"],
-        clean_up_tokenization_spaces=False,
-        chat_template=metadata.get("tokenizer.chat_template"),
-    ).save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    config |= {_TOKEN_OPTIONS[name]: token for name, token in special.items() if token is not None}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    if chat_template := metadata.get("tokenizer.chat_template"):
+        (folder / "chat_template.jinja").write_text(chat_template)
 
 
 def _byte_level(metadata: dict[str, Any], tokens: Sequence[str]) -> tuple[Tokenizer, bool]:
