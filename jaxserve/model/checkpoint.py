@@ -13,59 +13,16 @@ import jax
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
-from jaxserve.config import Dtype, LoadFormat
-from jaxserve.model.definition import ModelDefinition, Params, init_random
+from jaxserve.model.definition import ModelDefinition, Params
 from jaxserve.model.errors import ModelError
-from jaxserve.model.folders import make_folder
-from jaxserve.model.loader import load_params, read_config, read_json
-from jaxserve.model.resolve import resolve_model
-from sharding import make_mesh, shardings
+from jaxserve.model.folders import make_folder, read_json
+from sharding import shardings
 
 MARKER = "jaxserve_checkpoint.json"
 _FORMAT = 1
 _PARAMS = "params"
 # All of a model folder but its weights and the index of these.
 _COPIED = ("*.json", "*.jinja", "*.model", "merges.txt")
-
-
-def load_model_params(
-    folder: Path, definition: ModelDefinition, mesh: Mesh, load_format: LoadFormat, seed: int
-) -> Params:
-    """The parameters of the model in `folder`, on `mesh`, in the definition's dtype.
-
-    load_format "auto": what the folder holds, a checkpoint or safetensors; "dummy": random from
-    `seed`, made on the devices, whatever the folder holds. Raises ModelError.
-    """
-    if load_format == "dummy":
-        abstract = definition.abstract_params
-        return init_random(abstract, seed, shardings(abstract, mesh))
-    if (folder / MARKER).exists():
-        return load_checkpoint(folder, definition, mesh)
-    return load_params(folder, definition, mesh)
-
-
-def convert(model: str, out: Path, *, dtype: Dtype = "auto", tensor_parallel_size: int = 1) -> None:
-    """Write `model`, by any name that `resolve_model` takes, as a checkpoint into the new `out`.
-
-    dtype "auto": what the model is stored in, bfloat16 for float16. Any tensor_parallel_size works
-    on one device, the CPU; it is the one the checkpoint will be loaded with, and sizes that lay
-    the arrays out alike load it too. Raises ModelError, also if `out` exists.
-    """
-    if out.exists():
-        raise ModelError(f"{out} exists already")
-    folder = resolve_model(model)
-    config = read_config(folder)
-    if dtype == "auto":
-        dtype = "float32" if config.dtype == "float32" else "bfloat16"
-    definition = ModelDefinition.create(
-        config,
-        tensor_parallel_size=tensor_parallel_size,
-        dtype=dtype,
-        attention_impl="reference",
-    )
-    mesh = make_mesh(1, jax.devices("cpu"))
-    params = load_model_params(folder, definition, mesh, "auto", seed=0)
-    save_checkpoint(out, params, definition, folder)
 
 
 def save_checkpoint(

@@ -1,14 +1,18 @@
-"""Folders that are either whole or absent, whoever is killed and however many make them."""
+"""Model folders: whole or absent, whoever is killed and however many make them."""
 
 import fcntl
+import json
 import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import platformdirs
+
+from jaxserve.model.errors import ModelError
 
 _PARTIAL_SUFFIX = ".jaxserve-partial"
 
@@ -44,6 +48,19 @@ def make_folder(target: Path, fill: Callable[[Path], None]) -> Path:
             shutil.rmtree(partial)
             raise
     return target
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; ModelError naming the file if it is missing or none."""
+    try:
+        value = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ModelError(f"{path} is missing") from error
+    except ValueError as error:
+        raise ModelError(f"{path} is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} holds no JSON object")
+    return value
 
 
 @contextmanager
