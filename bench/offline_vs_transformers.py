@@ -99,11 +99,11 @@ def main() -> None:
         print(json.dumps(ENGINES[args.worker](**json.loads(args.job.read_text()))))
         return
 
-    from jaxserve.model.config import ModelConfig
+    from jaxserve.model.loader import read_config
     from jaxserve.model.resolve import resolve_model
 
     folder = resolve_model(args.model)
-    vocab_size = ModelConfig.from_folder(folder).vocab_size
+    vocab_size = read_config(folder).vocab_size
     rng = random.Random(0)
     requests = [
         [rng.randrange(100, vocab_size) for _ in range(args.input_len)]

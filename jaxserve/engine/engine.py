@@ -22,10 +22,10 @@ from jaxserve.engine.request_state import RequestState, Submission, to_numpy
 from jaxserve.engine.startup import EngineParts, start
 from jaxserve.engine.step import StepOutput
 from jaxserve.outputs import CompletionOutput, OutputDelta, RequestMetrics, RequestOutput
-from jaxserve.sampling import needs_slot_state, slot_rows
-from jaxserve.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
+from jaxserve.sampling import check_token_ids, needs_slot_state, slot_rows
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.detokenizer import IncrementalDetokenizer
-from scheduler import FinishReason, Request, Scheduler, SchedulerOutput
+from scheduler import FinishReason, PrefixCacheStats, Request, Scheduler, SchedulerOutput
 
 Prompt = str | Sequence[int] | Mapping[str, object]
 """Text, token ids, or a mapping with "prompt" or "prompt_token_ids"."""
@@ -42,12 +42,11 @@ class EngineStats:
 
     num_running: int
     num_waiting: int
-    num_blocks: int
-    num_free_blocks: int
+    kv_usage: float
+    """The fraction of the KV blocks that running requests hold."""
     num_preemptions: int
     num_steps: int
-    prefix_cache_queries: int
-    prefix_cache_hits: int
+    prefix_cache: PrefixCacheStats
 
 
 class Engine:
@@ -92,12 +91,10 @@ class Engine:
         return EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
-            num_blocks=self.scheduler_config.num_blocks,
-            num_free_blocks=scheduler.num_free_blocks,
+            kv_usage=scheduler.kv_usage,
             num_preemptions=scheduler.num_preemptions,
             num_steps=self._num_steps,
-            prefix_cache_queries=scheduler.prefix_cache_queries,
-            prefix_cache_hits=scheduler.prefix_cache_hits,
+            prefix_cache=scheduler.prefix_stats,
         )
 
     # Requests. `prepare` touches nothing that a step uses, so any thread may call it.
@@ -201,13 +198,6 @@ class Engine:
 
     def _check_params(self, params: SamplingParams) -> list[list[int]]:
         """Check what depends on the model; returns the token sequences of `bad_words`."""
-        vocab_size = self.model_config.vocab_size
-        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
-            for token in getattr(params, name) or ():
-                if token >= vocab_size:
-                    raise ValueError(
-                        f"{name} holds {token}, outside the vocabulary (0 to {vocab_size - 1})"
-                    )
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(params, name)
             if value is not None and value > self.config.max_logprobs:
@@ -218,21 +208,13 @@ class Engine:
             for name in ("stop", "bad_words"):
                 if getattr(params, name):
                     raise ValueError(f"{name} needs a tokenizer, and this engine has none")
-            return []
-        sequences = [
-            sequence
-            for word in params.bad_words
-            for sequence in self.tokenizer.encode_bad_word(word)
-        ]
-        if len(sequences) > MAX_BAD_WORDS or any(
-            len(sequence) > MAX_BAD_WORD_TOKENS for sequence in sequences
-        ):
-            raise ValueError(
-                f"bad_words may make at most {MAX_BAD_WORDS} token sequences of at most "
-                f"{MAX_BAD_WORD_TOKENS} tokens each, got {len(sequences)} of at most "
-                f"{max(map(len, sequences))}"
-            )
-        return sequences
+            words = []
+        else:
+            words = [
+                ids for word in params.bad_words for ids in self.tokenizer.encode_bad_word(word)
+            ]
+        check_token_ids(params, words, self.model_config.vocab_size)
+        return words
 
     def add(self, submission: Submission) -> None:
         """Queue a prepared request. ValueError, and nothing queued, if its id is in use."""

@@ -23,9 +23,8 @@ from jaxserve.engine.programs import (
     padding_batch,
     use_compilation_cache,
 )
-from jaxserve.model.config import ModelConfig
 from jaxserve.model.definition import ModelDefinition
-from jaxserve.model.loader import load_model_params
+from jaxserve.model.loader import load_model_params, read_config
 from jaxserve.model.resolve import resolve_model
 from jaxserve.sampling import SlotState, new_slot_state
 from jaxserve.text.tokenizer import Tokenizer
@@ -77,7 +76,7 @@ def start(config: EngineConfig) -> EngineParts:
 
     with phase("resolve"):
         folder = resolve_model(config.model)
-        model_config = ModelConfig.from_folder(folder)
+        model_config = read_config(folder)
         mesh = make_mesh(config.tensor_parallel_size)
         device = mesh.devices.flat[0]
         on_gpu = device.platform == "gpu"

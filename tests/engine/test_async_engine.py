@@ -50,7 +50,7 @@ async def becomes_idle(llm):
     while True:
         stats = await llm.stats()
         if stats.num_running == stats.num_waiting == 0:
-            assert stats.num_free_blocks == stats.num_blocks - 1
+            assert stats.kv_usage == 0
             return
         await asyncio.sleep(0.01)
 

@@ -24,11 +24,7 @@ def solo(make_llm, prompts):
 
 def is_idle(llm: LLM) -> bool:
     stats = llm.stats()
-    return (stats.num_running, stats.num_waiting, stats.num_free_blocks) == (
-        0,
-        0,
-        stats.num_blocks - 1,
-    )
+    return (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0)
 
 
 def test_together_as_alone(llm, prompts, solo):
@@ -39,9 +35,9 @@ def test_together_as_alone(llm, prompts, solo):
 def test_warm_prefix_cache_as_cold(make_llm, prompts, solo):
     llm = make_llm(seed=0, kv_cache_memory_bytes=8 << 20)
     assert tokens(llm.generate(prompts, GREEDY, use_tqdm=False)) == solo
-    hits = llm.stats().prefix_cache_hits
+    hits = llm.stats().prefix_cache.num_hit_tokens
     assert tokens(llm.generate(prompts, GREEDY, use_tqdm=False)) == solo
-    assert llm.stats().prefix_cache_hits > hits
+    assert llm.stats().prefix_cache.num_hit_tokens > hits
     assert llm.reset_prefix_cache()
     assert tokens(llm.generate(prompts[:4], GREEDY, use_tqdm=False)) == solo[:4]
 
@@ -233,9 +229,9 @@ def test_a_bad_prompt_among_good_ones(llm, prompts, solo, prompt, says):
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"stop_token_ids": [256]}, "stop_token_ids holds 256"),
-        ({"logit_bias": {2**31: 1.0}}, "logit_bias holds 2147483648"),
-        ({"allowed_token_ids": [999]}, "allowed_token_ids holds 999"),
+        ({"stop_token_ids": [256]}, "stop_token_ids must name token ids from 0 to 255, got 256"),
+        ({"logit_bias": {2**31: 1.0}}, "logit_bias must name token ids .* got 2147483648"),
+        ({"allowed_token_ids": [999]}, "allowed_token_ids must name token ids .* got 999"),
         ({"logprobs": 21}, "logprobs must be at most max_logprobs=20, got 21"),
         ({"prompt_logprobs": 50}, "prompt_logprobs must be at most max_logprobs=20"),
         ({"stop": "x"}, "stop needs a tokenizer"),
