@@ -37,10 +37,28 @@ class Request:
     """Sampled by launched steps, ids not yet reported through `update`."""
     num_cached_tokens: int = 0
     """Prompt tokens that the prefix cache supplied at the first admission."""
+    num_preemptions: int = 0
     arrival_index: int = -1
     finish_reason: FinishReason | None = None
+    is_prefilling: bool = False
+    """Running, with known tokens that no step has computed since it was (re-)admitted."""
+    block_ids: list[int] = field(default_factory=list)
+    """The block table: block i holds tokens i * block_size .. (i + 1) * block_size - 1."""
+    block_digests: list[bytes] = field(default_factory=list)
+    """Chained digests of the full blocks of known tokens, as far as anybody asked for them."""
+    num_committed_blocks: int = 0
+    """Leading blocks of the table that the prefix cache has been told of."""
 
     @property
     def num_tokens(self) -> int:
         """Prompt and output tokens whose ids are known."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    def token_slice(self, start: int, stop: int) -> list[int]:
+        """Known ids at positions start .. stop - 1, without joining prompt and output."""
+        num_prompt = len(self.prompt_token_ids)
+        if stop <= num_prompt:
+            return self.prompt_token_ids[start:stop]
+        if start >= num_prompt:
+            return self.output_token_ids[start - num_prompt : stop - num_prompt]
+        return self.prompt_token_ids[start:] + self.output_token_ids[: stop - num_prompt]
