@@ -1,0 +1,336 @@
+"""Decides which tokens of which requests run in each step."""
+
+from bisect import insort
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from scheduler.block_manager import BlockManager
+from scheduler.config import SchedulerConfig
+from scheduler.output import ScheduledRequest, SchedulerOutput, TokenEvent
+from scheduler.policy import WaitingQueue, order_key
+from scheduler.prefix_cache import PrefixCacheStats
+from scheduler.request import FinishReason, Request
+
+
+@dataclass(slots=True)
+class _Chunk:
+    request: Request
+    num_tokens: int
+    admitted: bool
+
+
+class Scheduler:
+    """Continuous batching over a paged KV cache, as plain bookkeeping.
+
+    `schedule` plans a step and `update` reports its tokens. Between the two the step is in flight,
+    and more steps may be scheduled, provided that they are launched in this order on a device
+    that runs them in this order. The decisions depend on nothing but the calls made.
+
+    Each step takes one token of every request that is decoding, then chunks of the prompts that
+    are partly computed, then requests from the waiting queue, until `max_num_batched_tokens` are
+    reached. When a decoding request finds no free block, the last request in the policy's order
+    is preempted: it loses its blocks, waits first in line, and is computed anew from its known
+    tokens. A request never preempts one that comes before it, so the first always progresses.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self._blocks = BlockManager(
+            config.num_blocks, config.block_size, config.enable_prefix_caching
+        )
+        self._key = order_key(config.policy)
+        self._requests: dict[str, Request] = {}
+        self._waiting = WaitingQueue(self._key)
+        self._running: list[Request] = []  # in the policy's order
+        self._free_slots = list(range(config.max_num_seqs))  # a heap: the lowest is taken first
+        self._in_flight: deque[tuple[SchedulerOutput, list[Request]]] = deque()
+        self._num_added = 0
+        self._num_steps = 0
+        self._num_preemptions = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def kv_usage(self) -> float:
+        """The fraction of the KV blocks that running requests hold, 0 to 1."""
+        return self._blocks.pool.num_used / self._blocks.pool.num_total
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._num_preemptions
+
+    @property
+    def prefix_stats(self) -> PrefixCacheStats:
+        return self._blocks.stats
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes (the weights changed). False if a request holds blocks."""
+        return self._blocks.reset_cache()
+
+    def add(self, request: Request) -> None:
+        """Puts a request in the waiting queue.
+
+        Raises:
+            ValueError: it can never run here, or its id belongs to an unfinished request.
+        """
+        name, config = request.request_id, self.config
+        num_prompt = len(request.prompt_token_ids)
+        if name in self._requests:
+            raise ValueError(f"request {name!r} is already here; ids must be unique")
+        if request.arrival_index >= 0:
+            raise ValueError(f"request {name!r} was added before; make a new Request")
+        if num_prompt == 0:
+            raise ValueError(f"request {name!r} has an empty prompt")
+        if request.max_tokens < 1:
+            raise ValueError(
+                f"request {name!r} has max_tokens {request.max_tokens}; it must be at least 1"
+            )
+        if num_prompt + request.max_tokens > config.max_model_len:
+            raise ValueError(
+                f"request {name!r} has {num_prompt} prompt tokens and max_tokens "
+                f"{request.max_tokens}; together they must not exceed max_model_len "
+                f"{config.max_model_len}"
+            )
+        # The last token is sampled, but never written to the cache.
+        num_blocks = self._blocks.num_blocks_for(num_prompt + request.max_tokens - 1)
+        if num_blocks > self._blocks.pool.num_total:
+            raise ValueError(
+                f"request {name!r} needs {num_blocks} KV blocks for {num_prompt} prompt tokens and "
+                f"max_tokens {request.max_tokens}, but there are {self._blocks.pool.num_total}"
+            )
+        request.arrival_index = self._num_added
+        self._num_added += 1
+        self._requests[name] = request
+        self._waiting.push(request)
+
+    def abort(self, request_id: str) -> bool:
+        """Drops a request at once, whatever its state. False if it is not (any longer) here."""
+        return self.finish(request_id, FinishReason.ABORT)
+
+    def finish(self, request_id: str, reason: FinishReason) -> bool:
+        """Ends a request early, for example because its text contains a stop string.
+
+        Its blocks are free for the next step; tokens still in flight are ignored when they
+        arrive. False if the request is not (any longer) here.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        self._remove(request, reason)
+        return True
+
+    def schedule(self) -> SchedulerOutput | None:
+        """Plans the next step; None if nothing can run (before a step in flight is updated)."""
+        rows, requests, preempted = self._decode_rows()
+        num_decode = len(rows)
+        chunks = self._plan_chunks(self.config.max_num_batched_tokens - num_decode, preempted)
+        for chunk in chunks:
+            rows.append(self._prefill_row(chunk))
+            requests.append(chunk.request)
+        if not rows:
+            return None
+        output = SchedulerOutput(
+            step_id=self._num_steps,
+            scheduled=tuple(rows),
+            num_decode=num_decode,
+            num_tokens=num_decode + sum(chunk.num_tokens for chunk in chunks),
+            preempted=tuple(preempted),
+        )
+        self._num_steps += 1
+        self._in_flight.append((output, requests))
+        return output
+
+    def update(self, output: SchedulerOutput, token_ids: Sequence[int]) -> list[TokenEvent]:
+        """Takes in the tokens that the oldest step in flight sampled.
+
+        Args:
+            output: what `schedule` returned for that step.
+            token_ids: one for each of `output.scheduled`; ignored where `samples` is False, and
+                for requests that have left since.
+
+        Raises:
+            ValueError: `output` is not the oldest step in flight, or `token_ids` does not fit it.
+        """
+        if not self._in_flight or self._in_flight[0][0].step_id != output.step_id:
+            raise ValueError(f"step {output.step_id} is not the oldest step in flight")
+        if len(token_ids) != len(output.scheduled):
+            raise ValueError(
+                f"step {output.step_id} has {len(output.scheduled)} rows, got {len(token_ids)} "
+                "token ids"
+            )
+        events = []
+        _, requests = self._in_flight.popleft()
+        for row, request, token_id in zip(output.scheduled, requests, token_ids, strict=True):
+            if not row.samples or request.finish_reason is not None:
+                continue
+            request.output_token_ids.append(token_id)
+            request.num_in_flight_tokens -= 1
+            if request.slot >= 0:
+                self._blocks.commit(request)
+            reason = stop_token_id = None
+            if token_id in request.stop_token_ids and row.output_index >= request.min_tokens:
+                reason, stop_token_id = FinishReason.STOP, token_id
+            elif row.output_index + 1 == request.max_tokens:
+                reason = FinishReason.LENGTH
+            if reason is not None:
+                self._remove(request, reason)
+            events.append(TokenEvent(request.request_id, token_id, reason, stop_token_id))
+        return events
+
+    def check(self) -> None:
+        """AssertionError unless the bookkeeping is consistent. For tests: it looks at all of it."""
+        assert len(self._requests) == self.num_running + self.num_waiting
+        assert self._running == sorted(self._running, key=self._key)
+        slots = [request.slot for request in self._running]
+        assert sorted(slots + self._free_slots) == list(range(self.config.max_num_seqs))
+        self._blocks.check(self._running)
+
+    def _decode_rows(self) -> tuple[list[ScheduledRequest], list[Request], list[str]]:
+        """One token of each decoding request, and the ids of those preempted for their blocks.
+
+        Blocks are taken in the policy's order and victims from its end, so that a victim has no
+        row yet in this step. A request that is last itself keeps its blocks and skips the step.
+        """
+        rows: list[ScheduledRequest] = []
+        requests: list[Request] = []
+        preempted: list[str] = []
+        for request in self._running:  # victims leave its end, behind the current one
+            if len(rows) == self.config.max_num_batched_tokens:
+                break
+            output_index = len(request.output_token_ids) + request.num_in_flight_tokens
+            if request.is_prefilling or output_index == request.max_tokens:
+                continue
+            start = request.num_computed_tokens
+            new_block_ids: tuple[int, ...] = ()
+            if start == len(request.block_ids) * self.config.block_size:
+                if not self._make_room(request, preempted):
+                    break
+                new_block_ids = (self._blocks.grow(request),)
+            request.num_computed_tokens = start + 1
+            request.num_in_flight_tokens += 1
+            requests.append(request)
+            rows.append(
+                ScheduledRequest(
+                    request_id=request.request_id,
+                    slot=request.slot,
+                    start=start,
+                    num_tokens=1,
+                    token_ids=None,
+                    new_block_ids=new_block_ids,
+                    samples=True,
+                    output_index=output_index,
+                    admitted=False,
+                )
+            )
+        return rows, requests, preempted
+
+    def _make_room(self, request: Request, preempted: list[str]) -> bool:
+        """Preempts from the end of the order until a block is free, or `request` is last: False."""
+        while self._blocks.pool.num_free == 0:
+            victim = self._running[-1]
+            if victim is request:
+                return False
+            self._running.pop()
+            self._give_back(victim)
+            victim.num_preemptions += 1
+            self._num_preemptions += 1
+            self._waiting.push(victim)
+            preempted.append(victim.request_id)
+        return True
+
+    def _plan_chunks(self, budget: int, preempted: list[str]) -> list[_Chunk]:
+        """Divides the rest of the token budget among prompts, in the policy's order.
+
+        A prompt that cannot be completed in this step leaves a quarter to those behind it, so
+        that a short prompt need not wait for the end of a long one; what they don't use is the
+        long one's again. Nobody is admitted in a step that preempts.
+        """
+        chunks: list[_Chunk] = []
+        for request in self._running:
+            if budget == 0:
+                break
+            if request.is_prefilling:
+                budget -= self._append_chunk(chunks, request, budget, admitted=False)
+        while budget and not preempted and self._free_slots and self._waiting:
+            if not self._admit(request := self._waiting.peek()):
+                break
+            budget -= self._append_chunk(chunks, request, budget, admitted=True)
+        for chunk in chunks:
+            num_left = chunk.request.num_tokens - chunk.request.num_computed_tokens
+            extra = min(budget, num_left - chunk.num_tokens)
+            chunk.num_tokens += extra
+            budget -= extra
+        return chunks
+
+    def _append_chunk(
+        self, chunks: list[_Chunk], request: Request, budget: int, *, admitted: bool
+    ) -> int:
+        num_tokens = request.num_tokens - request.num_computed_tokens
+        if num_tokens > budget:
+            num_tokens = budget - budget // 4
+        chunks.append(_Chunk(request, num_tokens, admitted))
+        return num_tokens
+
+    def _admit(self, request: Request) -> bool:
+        """Moves the first waiting request to the running ones, if there is room for all of it.
+
+        One block is left free for each running request, so that an admission causes no preemption
+        before every one of them has filled a block.
+        """
+        if request.num_in_flight_tokens > 0 or not self._blocks.admit(request, self.num_running):
+            return False
+        self._waiting.pop()
+        request.slot = heappop(self._free_slots)
+        request.is_prefilling = True
+        insort(self._running, request, key=self._key)
+        return True
+
+    def _prefill_row(self, chunk: _Chunk) -> ScheduledRequest:
+        request = chunk.request
+        start = request.num_computed_tokens
+        end = start + chunk.num_tokens
+        samples = end == request.num_tokens
+        output_index = len(request.output_token_ids)
+        request.num_computed_tokens = end
+        request.is_prefilling = not samples
+        request.num_in_flight_tokens += samples
+        self._blocks.commit(request)
+        first_new_block = 0 if chunk.admitted else self._blocks.num_blocks_for(start)
+        return ScheduledRequest(
+            request_id=request.request_id,
+            slot=request.slot,
+            start=start,
+            num_tokens=chunk.num_tokens,
+            token_ids=request.token_slice(start, end),
+            new_block_ids=request.block_ids[first_new_block : self._blocks.num_blocks_for(end)],
+            samples=samples,
+            output_index=output_index,
+            admitted=chunk.admitted,
+        )
+
+    def _remove(self, request: Request, reason: FinishReason) -> None:
+        request.finish_reason = reason
+        del self._requests[request.request_id]
+        if request.slot < 0:
+            self._waiting.remove(request)
+        else:
+            self._running.remove(request)
+            self._give_back(request)
+
+    def _give_back(self, request: Request) -> None:
+        self._blocks.free(request)
+        heappush(self._free_slots, request.slot)
+        request.slot = -1
+        request.is_prefilling = False
