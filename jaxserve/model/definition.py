@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
@@ -49,8 +50,9 @@ class ModelDefinition:
     ) -> "ModelDefinition":
         """ValueError where the model cannot be divided so."""
         sizes, dtype = global_sizes(config, tensor_parallel_size), jnp.dtype(dtype)
-        make_model = partial(MODEL_CLASSES[config.architecture], config, sizes, dtype)
-        graph, state = nnx.split(nnx.eval_shape(lambda: make_model(attention_impl)))
+        model_class = MODEL_CLASSES[config.architecture]
+        model = nnx.eval_shape(lambda: model_class(config, sizes, dtype, attention_impl))
+        graph, state = nnx.split(model)
         return cls(
             config=config,
             tensor_parallel_size=tensor_parallel_size,
@@ -77,22 +79,22 @@ class ModelDefinition:
 
     def init_kv_caches(self, num_blocks: int, block_size: int, mesh: Mesh) -> tuple[jax.Array, ...]:
         """Zeros on the mesh, one cache a layer."""
-        shape, sharding = (
-            self.kv_cache_shape(num_blocks, block_size),
-            NamedSharding(mesh, KV_CACHE_SPEC),
-        )
+        shape = self.kv_cache_shape(num_blocks, block_size)
+        sharding = NamedSharding(mesh, KV_CACHE_SPEC)
         return tuple(
             jnp.zeros(shape, self.dtype, device=sharding) for _ in range(self.config.num_layers)
         )
 
 
 def init_random(abstract_params: Params, seed: int, shardings: Params) -> Params:
-    """Random parameters of sane scale, each made on the devices that hold it.
+    """Random parameters of sane scale, each made on the devices that hold it; seed under 2**64.
 
     An array's values depend on the seed, its name and its global shape, not on the devices: where
     more devices only add rows to a vocabulary, the others stay.
     """
-    key = jax.random.key(seed)
+    # jax.random.key takes seeds of 63 bits only.
+    halves = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
+    key = jax.random.wrap_key_data(halves, impl="threefry2x32")
 
     def init(path: str, array: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.Array:
         mean, std = _mean_and_std(path, array.shape)
