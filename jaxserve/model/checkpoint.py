@@ -1,7 +1,8 @@
 """Checkpoints in the engine's own layout, written by `jaxserve convert`: fused, restored sharded.
 
 A checkpoint folder holds the model's config and tokenizer files, `params/` (Orbax) and a marker,
-`jaxserve_checkpoint.json`, that tells it from a Hugging Face folder and says how it was laid out.
+`jaxserve_checkpoint.json`, that tells it from a Hugging Face folder, says how it was laid out, and
+lists its files' sizes: at one cut short Orbax itself would fail with a storm of messages.
 """
 
 import json
@@ -38,10 +39,11 @@ def save_checkpoint(
             for file in model_folder.glob(pattern):
                 if not file.name.endswith(".index.json"):
                     shutil.copy(file, folder)
-        marker = {"format": _FORMAT, "dtype": definition.dtype.name, **_layout(definition)}
-        (folder / MARKER).write_text(json.dumps(marker, indent=2) + "\n")
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save((folder / _PARAMS).absolute(), params)
+        marker = {"format": _FORMAT, "dtype": definition.dtype.name, **_layout(definition)}
+        marker["files"] = _file_sizes(folder / _PARAMS)
+        (folder / MARKER).write_text(json.dumps(marker, indent=2) + "\n")
 
     if out.exists():
         raise ModelError(f"{out} exists already")
@@ -67,6 +69,13 @@ def load_checkpoint(folder: Path, definition: ModelDefinition, mesh: Mesh) -> Pa
             f"size {definition.tensor_parallel_size} needs {_words(layout)}): convert the model "
             f"with --tensor-parallel-size {definition.tensor_parallel_size}"
         )
+    present = _file_sizes(folder / _PARAMS)
+    for name, size_bytes in marker["files"].items():
+        if present.get(name) != size_bytes:
+            raise ModelError(
+                f"{folder / _PARAMS / name} should have {size_bytes} bytes, "
+                f"it {f'has {present[name]}' if name in present else 'is missing'}"
+            )
     abstract = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         definition.abstract_params,
@@ -78,6 +87,15 @@ def load_checkpoint(folder: Path, definition: ModelDefinition, mesh: Mesh) -> Pa
     except (ValueError, OSError, KeyError) as error:
         reason = " ".join(str(error).split())[:500]
         raise ModelError(f"the checkpoint in {folder} cannot be restored: {reason}") from error
+
+
+def _file_sizes(folder: Path) -> dict[str, int]:
+    """Bytes of each file below `folder`, by its path from there."""
+    return {
+        str(path.relative_to(folder)): path.stat().st_size
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def _layout(definition: ModelDefinition) -> dict[str, int]:

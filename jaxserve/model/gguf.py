@@ -26,7 +26,7 @@ ARCHITECTURES = {
 }
 """`general.architecture` to the class that config.json names; Mistral's files say "llama"."""
 
-_MAX_SHARD_BYTES = 2 << 30
+_MAX_SHARD_BYTES = 1 << 30
 
 _TENSOR_NAMES = {
     "token_embd": "model.embed_tokens",
@@ -65,9 +65,9 @@ _LLAMA3_SCALING = {
 def convert_gguf(path: Path, folder: Path) -> None:
     """Write the model in the GGUF file `path` into the existing, empty `folder`.
 
-    Weights are dequantised to float32, at most 2 GiB of them in host memory at once. Raises
-    ModelError, naming the file, if it is cut short, corrupt, or holds what is not supported;
-    what was written by then is the caller's to remove.
+    Weights are dequantised to float32; about 2 GiB of host memory hold the part that is written
+    and its serialised copy. Raises ModelError, naming the file, if it is cut short, corrupt, or
+    holds what is not supported; what was written by then is the caller's to remove.
     """
     try:
         reader = GGUFReader(path)

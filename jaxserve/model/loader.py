@@ -55,16 +55,16 @@ def load_model_params(
 def convert(model: str, out: Path, *, dtype: Dtype = "auto", tensor_parallel_size: int = 1) -> None:
     """Write `model`, by any name that `resolve_model` takes, as a checkpoint into the new `out`.
 
-    dtype "auto": what the model is stored in, bfloat16 for float16. Any tensor_parallel_size works
-    on one device, the CPU; it is the one the checkpoint will be loaded with, and sizes that lay
-    the arrays out alike load it too. Raises ModelError, also if `out` exists.
+    dtype "auto": what config.json says (float32 where it is silent, bfloat16 for float16). It works
+    on one device, the CPU, whatever tensor_parallel_size the checkpoint is for; other sizes that
+    lay the arrays out alike load it too. Raises ModelError, also if `out` exists.
     """
     if out.exists():
         raise ModelError(f"{out} exists already")
     folder = resolve_model(model)
     config = read_config(folder)
     if dtype == "auto":
-        dtype = "float32" if config.dtype == "float32" else "bfloat16"
+        dtype = "float32" if config.dtype in (None, "float32") else "bfloat16"
     definition = ModelDefinition.create(
         config,
         tensor_parallel_size=tensor_parallel_size,

@@ -13,7 +13,7 @@ from jaxserve.model.errors import ModelError
 from jaxserve.model.folders import cache_folder, make_folder
 from jaxserve.model.gguf import convert_gguf
 
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt"]
 # Copies of the weights in other layouts, and what lies in subfolders.
 _HUB_IGNORED = ["consolidated*", "*/*"]
