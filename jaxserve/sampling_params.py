@@ -3,10 +3,12 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 MAX_BAD_WORD_TOKENS = 16
 MAX_BAD_WORDS = 64
 MAX_SEED = 2**64 - 1
+MIN_TEMPERATURE = 1e-5
 
 
 def _check(condition: bool, name: str, allowed: str, value: object) -> None:
@@ -15,11 +17,11 @@ def _check(condition: bool, name: str, allowed: str, value: object) -> None:
 
 
 def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _is_ids(value: object) -> bool:
@@ -35,7 +37,7 @@ class SamplingParams:
 
     n: int = 1
     temperature: float = 1.0
-    """0 is greedy: the exact argmax."""
+    """0 is greedy: the exact argmax. So is anything under MIN_TEMPERATURE."""
     top_p: float = 1.0
     top_k: int = 0
     """0 or -1: no limit."""
@@ -166,4 +168,4 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0
+        return self.temperature < MIN_TEMPERATURE

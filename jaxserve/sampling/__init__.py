@@ -1,0 +1,24 @@
+"""From logits to tokens, on the device, every row with its own parameters."""
+
+from jaxserve.sampling.sampler import SampleOutput, SamplingRows, sample, token_logprobs
+from jaxserve.sampling.slot_state import (
+    SlotState,
+    check_token_ids,
+    load_slot,
+    needs_slot_state,
+    new_slot_state,
+    slot_rows,
+)
+
+__all__ = [
+    "SampleOutput",
+    "SamplingRows",
+    "SlotState",
+    "check_token_ids",
+    "load_slot",
+    "needs_slot_state",
+    "new_slot_state",
+    "sample",
+    "slot_rows",
+    "token_logprobs",
+]

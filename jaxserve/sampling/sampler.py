@@ -1,0 +1,208 @@
+"""Logits to token ids inside the one jitted step.
+
+The order is vLLM's: raw log-probabilities are what is reported; then min_tokens, logit_bias and
+allowed_token_ids, bad_words, penalties; then the argmax, or temperature, min_p, top_k, top_p and a
+draw. Each part runs only in steps in which some row asks for it, and changes only such rows, so a
+row's token does not depend on what the other rows ask for.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, Int32, UInt32
+
+from jaxserve.sampling.slot_state import IN_PROMPT, IS_STOP, NO_TOKEN, SlotState
+from jaxserve.sampling.truncation import keep_top_k, keep_top_p
+from jaxserve.sampling_params import MIN_TEMPERATURE
+
+type Logits = Float32[Array, "B V"]
+
+
+class SamplingRows(NamedTuple):
+    """One step's B rows. A padding row has `samples` False and every parameter neutral."""
+
+    slots: Int32[Array, "B"]
+    samples: Bool[Array, "B"]
+    """Whether the row yields a token; its slot then occurs in no other such row."""
+    temperature: Float32[Array, "B"]
+    top_p: Float32[Array, "B"]
+    top_k: Int32[Array, "B"]
+    """0 = no limit."""
+    min_p: Float32[Array, "B"]
+    presence_penalty: Float32[Array, "B"]
+    frequency_penalty: Float32[Array, "B"]
+    repetition_penalty: Float32[Array, "B"]
+    seed: UInt32[Array, "B 2"]
+    """The request's threefry key."""
+    output_index: Int32[Array, "B"]
+    """How many tokens the request has put out; folded into the key."""
+    num_logprobs: Int32[Array, "B"]
+    """-1 = none; 0 = the sampled token's alone."""
+    has_bias: Bool[Array, "B"]
+    """Whether the slot's logit_bias applies (logit_bias, allowed_token_ids or bad_words)."""
+    has_bad_words: Bool[Array, "B"]
+    """Whether the slot holds bad words of several tokens."""
+    mask_stop_tokens: Bool[Array, "B"]
+    """Whether min_tokens is not reached yet."""
+
+
+class SampleOutput(NamedTuple):
+    """`token_ids` mean something in rows that sample. Log-probabilities are natural, of the raw
+    logits, and zero in steps that no row asks for them; candidates come most likely first. A rank
+    is 1 + the number of tokens that are more likely."""
+
+    token_ids: Int32[Array, "B"]
+    logprobs: Float32[Array, "B"]
+    ranks: Int32[Array, "B"]
+    top_token_ids: Int32[Array, "B max_logprobs"]
+    top_logprobs: Float32[Array, "B max_logprobs"]
+
+
+def token_logprobs(
+    logits: Float32[Array, "n V"], token_ids: Int32[Array, "n"], max_logprobs: int
+) -> tuple[
+    Float32[Array, "n"],
+    Int32[Array, "n"],
+    Int32[Array, "n max_logprobs"],
+    Float32[Array, "n max_logprobs"],
+]:
+    """Log-probability and rank of each row's token, then ids and log-probabilities of the row's
+    `max_logprobs` most likely tokens (lowest id first where they tie)."""
+    total = jax.nn.logsumexp(logits, axis=-1)
+    chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=-1)
+    ranks = 1 + jnp.sum(logits > chosen, axis=-1, dtype=jnp.int32)
+    top_logits, top_token_ids = jax.lax.top_k(logits, max_logprobs)
+    return chosen[:, 0] - total, ranks, top_token_ids, top_logits - total[:, None]
+
+
+def sample(
+    logits: Logits, rows: SamplingRows, state: SlotState, *, max_logprobs: int
+) -> tuple[SampleOutput, SlotState]:
+    """One token a row, and the slots with it added in rows that sample.
+
+    Temperatures under MIN_TEMPERATURE are greedy: the exact argmax, lowest id where several tie.
+    Where top_k or top_p cut between equal probabilities, all of them are kept. A row whose
+    parameters ban every token gets token 0.
+    """
+    random = rows.samples & (rows.temperature >= MIN_TEMPERATURE)
+    penalised = rows.samples & (
+        (rows.presence_penalty != 0)
+        | (rows.frequency_penalty != 0)
+        | (rows.repetition_penalty != 1)
+    )
+    banned = rows.samples & (rows.has_bias | rows.has_bad_words | rows.mask_stop_tokens)
+
+    def plain() -> Int32[Array, "B"]:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    def shaped() -> Int32[Array, "B"]:
+        allowed = _if_any(banned, _ban, logits, rows, state)
+        final = _if_any(penalised, _penalise, allowed, rows, state)
+        drawn = _if_any(random, _perturb, final, rows, random)
+        return jnp.argmax(drawn, axis=-1).astype(jnp.int32)
+
+    token_ids = jax.lax.cond(jnp.any(random | penalised | banned), shaped, plain)
+    output = SampleOutput(token_ids, *_logprobs(logits, token_ids, rows, max_logprobs))
+    return output, _remember(token_ids, rows, state)
+
+
+def _if_any(condition: Bool[Array, "B"], change, logits: Logits, *operands) -> Logits:
+    return jax.lax.cond(jnp.any(condition), lambda: change(logits, *operands), lambda: logits)
+
+
+def _ban(logits: Logits, rows: SamplingRows, state: SlotState) -> Logits:
+    def bias(logits: Logits) -> Logits:
+        return jnp.where(rows.has_bias[:, None], logits + state.logit_bias[rows.slots], logits)
+
+    def stop_tokens(logits: Logits) -> Logits:
+        is_stop = (state.token_flags[rows.slots] & IS_STOP) != 0
+        return jnp.where(rows.mask_stop_tokens[:, None] & is_stop, -jnp.inf, logits)
+
+    def bad_words(logits: Logits) -> Logits:
+        prefixes = state.bad_words[rows.slots, :, :-1]
+        last = state.bad_words[rows.slots, :, -1]
+        recent = state.recent_tokens[rows.slots][:, None]
+        complete = jnp.all((prefixes == NO_TOKEN) | (prefixes == recent), axis=-1)
+        complete &= (last != NO_TOKEN) & rows.has_bad_words[:, None]
+        out_of_range = logits.shape[1]
+        return logits.at[
+            jnp.arange(len(logits))[:, None], jnp.where(complete, last, out_of_range)
+        ].set(-jnp.inf, mode="drop")
+
+    logits = _if_any(rows.has_bias, bias, logits)
+    logits = _if_any(rows.mask_stop_tokens, stop_tokens, logits)
+    return _if_any(rows.has_bad_words, bad_words, logits)
+
+
+def _penalise(logits: Logits, rows: SamplingRows, state: SlotState) -> Logits:
+    """Repetition over prompt and output (Keskar et al. 2019, arXiv:1909.05858, section 4.1);
+    frequency and presence over the output alone (OpenAI's API)."""
+    counts = state.output_counts[rows.slots]
+    in_prompt = (state.token_flags[rows.slots] & IN_PROMPT) != 0
+
+    repetition = rows.repetition_penalty[:, None]
+    repeated = (in_prompt | (counts > 0)) & (repetition != 1)
+    logits = jnp.where(
+        repeated, jnp.where(logits > 0, logits / repetition, logits * repetition), logits
+    )
+    present = rows.frequency_penalty[:, None] * counts + rows.presence_penalty[:, None]
+    counted = (rows.frequency_penalty != 0) | (rows.presence_penalty != 0)
+    return jnp.where(counted[:, None] & (counts > 0), logits - present, logits)
+
+
+def _perturb(logits: Logits, rows: SamplingRows, random: Bool[Array, "B"]) -> Logits:
+    """Logits whose argmax, in `random` rows, is a draw from the row's truncated distribution (the
+    Gumbel-max trick). The row's key alone decides, so neither its place nor its batch matters."""
+    top = jnp.max(logits, axis=-1, keepdims=True)
+    top = jnp.where(jnp.isfinite(top), top, 0)  # -inf - -inf is NaN, where all is banned
+    temperature = jnp.where(random, rows.temperature, 1)[:, None]
+    scores = (logits - top) / temperature
+    scores = jnp.where(jnp.exp(scores) < rows.min_p[:, None], -jnp.inf, scores)
+
+    def limit_count(scores: Logits) -> Logits:
+        limited = rows.top_k > 0
+        kept = keep_top_k(scores, jnp.where(limited, rows.top_k, 1).astype(jnp.uint32))
+        return jnp.where(kept | ~limited[:, None], scores, -jnp.inf)
+
+    def limit_mass(scores: Logits) -> Logits:
+        kept = keep_top_p(scores, rows.top_p)
+        return jnp.where(kept | (rows.top_p >= 1)[:, None], scores, -jnp.inf)
+
+    scores = _if_any(random & (rows.top_k > 0), limit_count, scores)
+    scores = _if_any(random & (rows.top_p < 1), limit_mass, scores)
+
+    def noise(seed: UInt32[Array, "2"], index: Int32[Array, ""]) -> Float32[Array, "V"]:
+        key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), index)
+        return jax.random.gumbel(key, logits.shape[1:], jnp.float32)
+
+    noisy = scores + jax.vmap(noise)(rows.seed, rows.output_index)
+    return jnp.where(random[:, None], noisy, logits)
+
+
+def _logprobs(
+    logits: Logits, token_ids: Int32[Array, "B"], rows: SamplingRows, max_logprobs: int
+) -> tuple[Array, ...]:
+    def upto(num_top: int) -> tuple[Array, ...]:
+        chosen, ranks, top_ids, top = token_logprobs(logits, token_ids, num_top)
+        unfilled = ((0, 0), (0, max_logprobs - num_top))
+        return chosen, ranks, jnp.pad(top_ids, unfilled), jnp.pad(top, unfilled)
+
+    def none() -> tuple[Array, ...]:
+        return jax.tree.map(jnp.zeros_like, jax.eval_shape(lambda: upto(max_logprobs)))
+
+    wanted = jnp.max(jnp.where(rows.samples, rows.num_logprobs, -1))
+    return jax.lax.switch(
+        jnp.clip(wanted, -1, 1) + 1, (none, lambda: upto(0), lambda: upto(max_logprobs))
+    )
+
+
+def _remember(token_ids: Int32[Array, "B"], rows: SamplingRows, state: SlotState) -> SlotState:
+    no_slot = len(state.last_token)
+    slots = jnp.where(rows.samples, rows.slots, no_slot)
+    recent = jnp.concatenate([state.recent_tokens[rows.slots][:, 1:], token_ids[:, None]], axis=1)
+    return state._replace(
+        last_token=state.last_token.at[slots].set(token_ids, mode="drop"),
+        output_counts=state.output_counts.at[slots, token_ids].add(1, mode="drop"),
+        recent_tokens=state.recent_tokens.at[slots].set(recent, mode="drop"),
+    )

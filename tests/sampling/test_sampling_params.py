@@ -1,0 +1,56 @@
+"""Impossible values are refused, by name, with what is allowed."""
+
+import math
+
+import numpy as np
+import pytest
+
+from jaxserve.sampling_params import SamplingParams
+
+REFUSED = {
+    "n": (0, 129, 1.0, True, "2"),
+    "temperature": (-0.1, 100.1, math.nan, math.inf, "hot", None),
+    "top_p": (0, -1, 1.01, math.nan),
+    "top_k": (-2, 2**31, 1.5),
+    "min_p": (-0.1, 1.1),
+    "presence_penalty": (-2.1, 2.1),
+    "frequency_penalty": (-2.1, 2.1),
+    "repetition_penalty": (0, -1, 101),
+    "seed": (-1, 2**64, 0.5),
+    "stop": ("", ["a", ""], [1]),
+    "stop_token_ids": ([-1], ["a"], 5),
+    "max_tokens": (0, -1, 1.5),
+    "min_tokens": (-1, 17),
+    "logprobs": (-1, 0.5),
+    "prompt_logprobs": (-1,),
+    "logit_bias": ({-1: 1.0}, {"a": 1.0}, {1: 101}, {1: math.nan}),
+    "allowed_token_ids": ([], [-1]),
+    "bad_words": ("word", [""], [1]),
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, vs in REFUSED.items() for v in vs])
+def test_refused(name, value):
+    with pytest.raises(ValueError, match=rf"^{name} must be"):
+        SamplingParams(**{name: value})
+
+
+def test_accepted_limits():
+    SamplingParams(
+        n=128, temperature=100, top_p=1, top_k=-1, min_p=1, seed=2**64 - 1, max_tokens=None,
+        min_tokens=10**6, presence_penalty=-2, frequency_penalty=2, logit_bias={0: -100, 5: 100},
+    )  # fmt: skip
+    numpy = SamplingParams(
+        top_k=np.int64(3), temperature=np.float32(0.5), stop_token_ids=[np.int32(2)]
+    )
+    assert numpy.stop_token_ids == (2,)
+
+
+def test_one_stop_string_is_a_list_of_one():
+    assert SamplingParams(stop="end").stop == ("end",)
+    assert SamplingParams(stop=None).stop == ()
+
+
+@pytest.mark.parametrize(("temperature", "greedy"), [(0, True), (9e-6, True), (1e-5, False)])
+def test_greedy(temperature, greedy):
+    assert SamplingParams(temperature=temperature).greedy == greedy
