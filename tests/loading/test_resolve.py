@@ -35,12 +35,13 @@ def test_a_gguf_file_is_converted_once(tmp_path, write_gguf, cache):
 
 def test_a_changed_gguf_file_is_converted_anew(tmp_path, write_gguf):
     path = tmp_path / "tiny.gguf"
-    write_gguf(path)
-    first = resolve_model(str(path))
-    write_gguf(path, "qwen2")
+    write_gguf(path, chat_template="old")
+    first, size = resolve_model(str(path)), path.stat().st_size
+    write_gguf(path, chat_template="new")
     os.utime(path, ns=(1, 1))
-    assert read_config(first).architecture == "LlamaForCausalLM"
-    assert read_config(resolve_model(str(path))).architecture == "Qwen2ForCausalLM"
+    assert path.stat().st_size == size
+    assert (first / "chat_template.jinja").read_text() == "old"
+    assert (resolve_model(str(path)) / "chat_template.jinja").read_text() == "new"
 
 
 def test_a_gguf_file_cut_short_leaves_nothing(tmp_path, write_gguf, cache):
