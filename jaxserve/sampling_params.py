@@ -52,15 +52,18 @@ class SamplingParams:
     max_tokens: int | None = 16
     """None: up to the model's length limit."""
     min_tokens: int = 0
+    """No stop token before these, and no stop string in their text."""
     logprobs: int | None = None
     """How many of the most likely tokens to report at each output position; 0: the sampled one."""
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
+    """Accepted as vLLM does; the tokenizers of the supported models never put spaces there."""
     include_stop_str_in_output: bool = False
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] = ()
+    """Words never to be completed, also where the prompt ends with their beginning."""
 
     def __post_init__(self) -> None:
         _check(_is_int(self.n) and 1 <= self.n <= 128, "n", "an integer from 1 to 128", self.n)
