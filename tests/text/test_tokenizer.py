@@ -109,7 +109,7 @@ def test_malformed_messages(byte_level, messages, error):
     "template", ["{{ raise_exception('no system role') }}", "{% if %}", "{{ messages[0].x + 'a' }}"]
 )
 def test_a_template_that_fails(byte_level, template):
-    with pytest.raises(ValueError, match="^the chat template cannot take the messages: ") as caught:
+    with pytest.raises(ValueError, match=r"^the chat template cannot take the messages: ") as caught:
         byte_level.encode_chat([{"role": "user", "content": "a"}], chat_template=template)
     assert "\n" not in str(caught.value)
 
@@ -170,7 +170,7 @@ def test_other_kinds_are_refused(folder, decoder):
     if decoder is not None:
         backend.decoder = decoder
     backend.save(str(folder / "tokenizer.json"))
-    with pytest.raises(ValueError, match="decoder .* is not supported; supported are byte-level"):
+    with pytest.raises(ValueError, match=r"decoder .* is not supported; supported are byte-level"):
         Tokenizer(folder)
 
 
