@@ -109,7 +109,8 @@ def test_malformed_messages(byte_level, messages, error):
     "template", ["{{ raise_exception('no system role') }}", "{% if %}", "{{ messages[0].x + 'a' }}"]
 )
 def test_a_template_that_fails(byte_level, template):
-    with pytest.raises(ValueError, match=r"^the chat template cannot take the messages: ") as caught:
+    error = r"^the chat template cannot take the messages: "
+    with pytest.raises(ValueError, match=error) as caught:
         byte_level.encode_chat([{"role": "user", "content": "a"}], chat_template=template)
     assert "\n" not in str(caught.value)
 
