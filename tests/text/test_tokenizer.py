@@ -151,6 +151,15 @@ def test_bad_words_are_banned_at_the_start_and_after_a_space(demo, sentencepiece
     assert len(sentencepiece.encode_bad_word("the")) == 1  # the space is a token of its own
 
 
+def test_text_that_is_not_unicode(byte_level):
+    messages = [{"role": "user", "content": "a\ud800"}]
+    for encode in (byte_level.encode, byte_level.encode_bad_word):
+        with pytest.raises(ValueError, match=r"not Unicode: character 1 is '\\ud800'"):
+            encode("a\ud800")
+    with pytest.raises(ValueError, match="not Unicode"):
+        byte_level.encode_chat(messages)
+
+
 def test_no_tokenizer(tmp_path):
     with pytest.raises(ValueError, match=r"^no tokenizer in .*: none of tokenizer.json, "):
         Tokenizer(tmp_path)
