@@ -28,6 +28,10 @@ def _is_ids(value: object) -> bool:
     return isinstance(value, Sequence) and all(_is_int(i) and i >= 0 for i in value)
 
 
+def _is_texts(value: object) -> bool:
+    return isinstance(value, Sequence) and all(isinstance(text, str) and text for text in value)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Sampling of one request. Every impossible value raises ValueError here, naming the parameter.
@@ -36,31 +40,49 @@ class SamplingParams:
     """
 
     n: int = 1
+    """How many answers to the prompt."""
     temperature: float = 1.0
     """0 is greedy: the exact argmax. So is anything under MIN_TEMPERATURE."""
     top_p: float = 1.0
+    """Draw from the fewest most likely tokens whose probabilities reach this."""
     top_k: int = 0
-    """0 or -1: no limit."""
+    """Draw from this many most likely tokens; 0 or -1: no limit."""
     min_p: float = 0.0
+    """Drop tokens less likely than this share of the most likely one's probability."""
     presence_penalty: float = 0.0
+    """Taken from the logits of tokens that the output holds already."""
     frequency_penalty: float = 0.0
+    """The same, once for each time."""
     repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in prompt or output."""
     seed: int | None = None
+    """Makes the request's random draws its own, whatever it is batched with."""
     stop: str | Sequence[str] = ()
+    """Text that ends the answer."""
     stop_token_ids: Sequence[int] = ()
+    """Tokens that end the answer, beside the model's end-of-sequence tokens."""
     ignore_eos: bool = False
+    """Go on after the model's end-of-sequence tokens."""
     max_tokens: int | None = 16
     """None: up to the model's length limit."""
     min_tokens: int = 0
+    """No stop token before these, and no stop string in their text."""
     logprobs: int | None = None
     """How many of the most likely tokens to report at each output position; 0: the sampled one."""
     prompt_logprobs: int | None = None
+    """The same for each prompt token but the first."""
     skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
     spaces_between_special_tokens: bool = True
+    """Accepted as vLLM does; the tokenizers of the supported models never put spaces there."""
     include_stop_str_in_output: bool = False
+    """Keep what ended the answer in its text."""
     logit_bias: Mapping[int, float] | None = None
+    """Added to the logits of these tokens."""
     allowed_token_ids: Sequence[int] | None = None
+    """No other tokens are sampled."""
     bad_words: Sequence[str] = ()
+    """Words never to be completed, also where the prompt ends with their beginning."""
 
     def __post_init__(self) -> None:
         _check(_is_int(self.n) and 1 <= self.n <= 128, "n", "an integer from 1 to 128", self.n)
@@ -103,11 +125,9 @@ class SamplingParams:
             "None or an integer from 0 to 2**64 - 1",
             self.seed,
         )
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        _check(
-            all(isinstance(s, str) and s for s in stop), "stop", "strings that are not empty", stop
-        )
-        object.__setattr__(self, "stop", stop)
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        _check(_is_texts(stop), "stop", "strings that are not empty", stop)
+        object.__setattr__(self, "stop", tuple(stop))
         _check(
             _is_ids(self.stop_token_ids or ()),
             "stop_token_ids",
@@ -139,7 +159,7 @@ class SamplingParams:
             )
         if self.logit_bias is not None:
             _check(
-                _is_ids(tuple(self.logit_bias)),
+                isinstance(self.logit_bias, Mapping) and _is_ids(tuple(self.logit_bias)),
                 "logit_bias",
                 "a mapping whose keys are token ids of at least 0",
                 self.logit_bias,
@@ -158,8 +178,7 @@ class SamplingParams:
                 self.allowed_token_ids,
             )
         _check(
-            not isinstance(self.bad_words, str)
-            and all(isinstance(w, str) and w for w in self.bad_words or ()),
+            not isinstance(self.bad_words, str) and _is_texts(self.bad_words or ()),
             "bad_words",
             "a list of strings that are not empty",
             self.bad_words,

@@ -30,7 +30,8 @@ class IncrementalDetokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         tail = self._tail_bytes(prompt_token_ids)
         self._utf8.decode(tail)
-        self._prompt_is_cut = bool(self._utf8.getstate()[0])
+        # What the prompt's incomplete character becomes if the output does not complete it.
+        self._cut = self._utf8.getstate()[0].decode(errors="replace")
         self._at_start = not tail
         self.num_tokens = 0
         """Tokens taken, up to the one that completed a stop string."""
@@ -68,9 +69,8 @@ class IncrementalDetokenizer:
         text = self._utf8.decode(data, final)
         if not text:
             return ""
-        if self._prompt_is_cut:
-            self._prompt_is_cut = False
-            text = text.removeprefix("\N{REPLACEMENT CHARACTER}")
+        text = text.removeprefix(self._cut)
+        self._cut = ""
         if self._at_start:
             self._at_start = False
             if self._tokenizer.drops_first_space:

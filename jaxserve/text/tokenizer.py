@@ -47,8 +47,8 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids with what the tokenizer adds to a text; a bos token in the text itself is not
-        doubled."""
-        ids = self._backend.encode(text).ids
+        doubled. Raises ValueError if the text is not Unicode (holds half a surrogate pair)."""
+        ids = self._encode(text, add_special_tokens=True)
         bos = self.bos_token_id
         if bos is not None and ids[:2] == [bos, bos] and text.startswith(self._hf.bos_token):
             return ids[1:]
@@ -66,7 +66,7 @@ class Tokenizer:
         Raises as `render_chat` does.
         """
         text = self.render_chat(messages, add_generation_prompt, tools, chat_template)
-        return self._backend.encode(text, add_special_tokens=False).ids
+        return self._encode(text, add_special_tokens=False)
 
     def render_chat(
         self,
@@ -96,8 +96,7 @@ class Tokenizer:
     def encode_bad_word(self, word: str) -> list[list[int]]:
         """The token sequences to ban for `word`: at the start of a text and after a space."""
         plain, spaced = (
-            self._backend.encode(prefix + word.lstrip(), add_special_tokens=False).ids
-            for prefix in ("", " ")
+            self._encode(prefix + word.lstrip(), add_special_tokens=False) for prefix in ("", " ")
         )
         return [plain] if spaced[-len(plain) :] == plain else [plain, spaced]
 
@@ -116,6 +115,15 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """One token alone, as reported with log-probabilities; keeps its leading space."""
         return self._bytes[token_id].decode(errors="replace")
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"the text is not Unicode: character {error.start} is {text[error.start]!r}"
+            ) from error
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
 
 def _load(folder: Path) -> Any:

@@ -17,15 +17,15 @@ REFUSED = {
     "frequency_penalty": (-2.1, 2.1),
     "repetition_penalty": (0, -1, 101),
     "seed": (-1, 2**64, 0.5),
-    "stop": ("", ["a", ""], [1]),
+    "stop": ("", ["a", ""], [1], 5),
     "stop_token_ids": ([-1], ["a"], 5),
     "max_tokens": (0, -1, 1.5),
     "min_tokens": (-1, 17),
     "logprobs": (-1, 0.5),
     "prompt_logprobs": (-1,),
-    "logit_bias": ({-1: 1.0}, {"a": 1.0}, {1: 101}, {1: math.nan}),
+    "logit_bias": ({-1: 1.0}, {"a": 1.0}, {1: 101}, {1: math.nan}, [1]),
     "allowed_token_ids": ([], [-1]),
-    "bad_words": ("word", [""], [1]),
+    "bad_words": ("word", [""], [1], 5),
 }
 
 
