@@ -79,7 +79,8 @@ def run(args: argparse.Namespace) -> int:
                 _generate(llm, jobs, template, quiet=args.quiet)
         for job in jobs:
             if job.error is not None:
-                place = "" if job.line is None else f"{args.prompts_file} line {job.line}: "
+                source = "stdin" if args.prompts_file == "-" else args.prompts_file
+                place = "" if job.line is None else f"{source} line {job.line}: "
                 print(f"jaxserve: error: {place}{job.error}", file=sys.stderr)
         as_json = args.json or args.output_file is not None
         for text in _json_lines(jobs) if as_json else _texts(jobs):
