@@ -77,7 +77,7 @@ def _prompt_logprobs(
         targets = jnp.maximum(jnp.pad(batch.prompt_targets, (0, padding)), 0)
         targets = targets.reshape(num_tiles, tile)
         outputs = jax.lax.map(
-            lambda tile: token_logprobs(model.logits(tile[0]), tile[1], max_logprobs),
+            lambda x: SampleOutput(x[1], *token_logprobs(model.logits(x[0]), x[1], max_logprobs)),
             (tiles, targets),
         )
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_tokens], outputs)

@@ -33,7 +33,7 @@ TINY_FIELDS = {
     "dtype": "float32",
     "max_model_len": 128,
     "max_num_seqs": 8,
-    "max_num_batched_tokens": 32,
+    "max_num_batched_tokens": 16,
     "block_size": 8,
     "kv_cache_memory_bytes": 4 << 20,
     "compilation_cache_dir": "",
@@ -53,11 +53,12 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_llm(tiny_folder: Path) -> Iterator[Callable[..., LLM]]:
     """Engines over the tiny model, one for each set of fields, kept for the session."""
     made: dict[str, LLM] = {}
+    folder = str(tiny_folder)
 
     def make(**fields: object) -> LLM:
         key = repr(sorted(fields.items()))
         if key not in made:
-            made[key] = LLM(str(tiny_folder), **(TINY_FIELDS | fields))
+            made[key] = LLM(folder, **(TINY_FIELDS | fields))
         return made[key]
 
     yield make

@@ -13,7 +13,7 @@ FIELDS = {
     "dtype": "float32",
     "max_model_len": 128,
     "max_num_seqs": 8,
-    "max_num_batched_tokens": 32,
+    "max_num_batched_tokens": 16,
     "block_size": 8,
     "kv_cache_memory_bytes": 4 << 20,
     "compilation_cache_dir": "",
