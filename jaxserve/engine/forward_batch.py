@@ -22,6 +22,10 @@ NO_TARGET = -1
 """As a prompt target: no log-probability is asked for at this position."""
 
 
+_ALIGNMENT = 32
+"""Elements; 128 bytes."""
+
+
 class Column(IntEnum):
     """Per-row values, in the order they are packed; floats travel as their bits."""
 
@@ -73,6 +77,10 @@ class ForwardBatch(NamedTuple):
     rows: SamplingRows
 
 
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
 @dataclass(frozen=True, slots=True)
 class BatchLayout:
     """Where each part lies in the packed vector of one bucket."""
@@ -85,27 +93,35 @@ class BatchLayout:
     @property
     def size(self) -> int:
         """Length of the packed vector."""
-        t, b = self.bucket.num_tokens, self.bucket.num_rows
-        return 2 * t + (b + 1) + 1 + len(Column) * b + b * self.max_blocks
+        return sum(rows * stride for rows, stride, _ in self._parts())
 
     def split(self, packed):
         """(token_ids [T], prompt_targets [T], query_starts [B+1], num_decode_rows [1],
         columns [C, B], block_tables [B, M]), as views of `packed` (numpy or JAX)."""
-        t, b = self.bucket.num_tokens, self.bucket.num_rows
-        parts = []
+        views = []
         offset = 0
-        for shape in (
-            (t,),
-            (t,),
-            (b + 1,),
-            (1,),
-            (len(Column), b),
-            (b, self.max_blocks),
-        ):
-            size = int(np.prod(shape))
-            parts.append(packed[offset : offset + size].reshape(shape))
-            offset += size
-        return parts
+        for rows, stride, shape in self._parts():
+            part = packed[offset : offset + rows * stride].reshape(rows, stride)
+            views.append(part[:, : shape[-1]].reshape(shape))
+            offset += rows * stride
+        return views
+
+    def _parts(self) -> list[tuple[int, int, tuple[int, ...]]]:
+        """(rows, elements from row to row, shape) of each part in order.
+
+        Parts, and the columns that are read one by one, begin at multiples of _ALIGNMENT: XLA
+        hands a kernel a slice where it lies, and Triton's pointers must be multiples of 16 bytes.
+        """
+        t, b = self.bucket.num_tokens, self.bucket.num_rows
+        parts = [
+            (1, _aligned(t), (t,)),
+            (1, _aligned(t), (t,)),
+            (1, _aligned(b + 1), (b + 1,)),
+            (1, _aligned(1), (1,)),
+            (len(Column), _aligned(b), (len(Column), b)),
+        ]
+        # Last and read whole, so that its rows may stand close.
+        return [*parts, (b, self.max_blocks, (b, self.max_blocks))]
 
     def unpack(self, packed: Int32[Array, "size"]) -> ForwardBatch:
         """Derive the step's arrays on the device."""
