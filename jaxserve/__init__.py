@@ -8,7 +8,7 @@ from jaxserve.outputs import CompletionOutput, Logprob, RequestMetrics, RequestO
 from jaxserve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from jaxserve.engine.async_engine import EngineDeadError
+    from jaxserve.engine.streams import EngineDeadError
     from jaxserve.llm import LLM, AsyncLLM, RequestErrors
 
 __all__ = [
@@ -27,7 +27,7 @@ __all__ = [
 # Imported when first asked for: they bring in JAX, which takes longer than `jaxserve --help` may.
 _MODULES = {
     "AsyncLLM": "jaxserve.llm",
-    "EngineDeadError": "jaxserve.engine.async_engine",
+    "EngineDeadError": "jaxserve.engine.streams",
     "LLM": "jaxserve.llm",
     "RequestErrors": "jaxserve.llm",
 }

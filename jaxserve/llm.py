@@ -10,8 +10,9 @@ from tqdm.auto import tqdm
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.async_engine import AsyncEngine
-from jaxserve.engine.engine import Engine, EngineStats, Prompt
+from jaxserve.engine.engine import Engine, Prompt
 from jaxserve.engine.request_state import Submission
+from jaxserve.engine.stats import EngineStats
 from jaxserve.outputs import RequestOutput
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.tokenizer import Tokenizer
@@ -194,10 +195,12 @@ class AsyncLLM:
         )
         stream = self._engine.submit(submission)
         try:
-            async for output in stream:
-                yield output
+            async for deltas in stream:
+                for delta in deltas:
+                    submission.output.apply(delta)
+                yield submission.output
         finally:
-            if not submission.output.finished and stream.error is None:
+            if not stream.finished and stream.error is None:
                 self._engine.abort(submission.output.request_id)
 
     async def chat(

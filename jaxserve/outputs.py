@@ -55,6 +55,7 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """One entry for each prompt token (None for the first), if asked for."""
     num_cached_tokens: int = 0
+    """Prompt tokens that the prefix cache supplied (to the first answer, if n > 1)."""
 
     @property
     def finished(self) -> bool:
@@ -77,6 +78,10 @@ class RequestOutput:
             output.cumulative_logprob = (output.cumulative_logprob or 0.0) + sum(chosen)
         output.finish_reason = delta.finish_reason
         output.stop_reason = delta.stop_reason
+        if delta.metrics is not None:
+            self.metrics = delta.metrics
+        if delta.index == 0:
+            self.num_cached_tokens = delta.num_cached_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,3 +96,6 @@ class OutputDelta:
     prompt_logprobs: tuple[dict[int, Logprob] | None, ...] = ()
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    metrics: RequestMetrics | None = None
+    """With the last delta of an answer."""
+    num_cached_tokens: int = 0

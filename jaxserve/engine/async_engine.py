@@ -1,62 +1,23 @@
 """The engine on a thread of its own, for asyncio callers.
 
-Requests cross to the thread by a queue; deltas cross back by one `call_soon_threadsafe` a step and
-event loop. A request's stream holds one RequestOutput that grows, so a slow reader costs no memory.
+Requests cross to the thread by the loop's queue; deltas cross back by one `call_soon_threadsafe` a
+step and event loop.
 """
 
 import asyncio
-import queue
 import threading
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
-from jaxserve.engine.engine import Engine, EngineStats
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.loop import EngineLoop
 from jaxserve.engine.request_state import Submission
-from jaxserve.outputs import OutputDelta, RequestOutput
-
-
-class EngineDeadError(RuntimeError):
-    """The engine thread has failed or was closed; its requests cannot go on."""
-
-
-class RequestStream:
-    """One request's output as it grows. Belongs to the event loop that made it."""
-
-    def __init__(self, output: RequestOutput) -> None:
-        self.output = output
-        self.loop = asyncio.get_running_loop()
-        self._changed = asyncio.Event()
-        self.error: Exception | None = None
-
-    def apply(self, delta: OutputDelta) -> None:
-        self.output.apply(delta)
-        self._changed.set()
-
-    def fail(self, error: Exception) -> None:
-        self.error = error
-        self._changed.set()
-
-    async def __aiter__(self) -> AsyncIterator[RequestOutput]:
-        """Yields the same, grown RequestOutput after each change, until it is finished.
-
-        Raises what ended the stream early: ValueError if the request was refused, or
-        EngineDeadError.
-        """
-        while not self.output.finished:
-            await self._changed.wait()
-            self._changed.clear()
-            if self.error is not None:
-                raise self.error
-            yield self.output
-
-
-class _Command(NamedTuple):
-    run: Callable[[], None]
-    """On the engine's thread, between two steps."""
-    fail: Callable[[Exception], object]
-    """Instead, if the engine is gone by then."""
+from jaxserve.engine.stats import EngineStats
+from jaxserve.engine.streams import RequestStream
+from jaxserve.outputs import OutputDelta
 
 
 class AsyncEngine:
@@ -64,34 +25,25 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
+        self._loop = EngineLoop(engine, self._deliver)
         self._streams: dict[str, RequestStream] = {}
-        self._ended: EngineDeadError | None = None
-        self._ending = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
         self._thread.start()
 
     @property
     def is_running(self) -> bool:
-        return self._ended is None
+        return self._loop.is_running
 
     def submit(self, submission: Submission) -> RequestStream:
         """Queue a prepared request. EngineDeadError if the engine is gone."""
-        stream = RequestStream(submission.output)
-        self._send(
-            _Command(
-                lambda: self._add(submission, stream),
-                lambda error: _post(stream.loop, stream.fail, error),
-            )
-        )
+        stream = RequestStream()
+        stream.expect(len(submission.states))
+        self._loop.add(submission, partial(self._answer, submission.output.request_id, stream))
         return stream
 
     def abort(self, request_id: str) -> None:
         """End a request soon; nothing happens if it, or the engine, is gone."""
-        if self._ended is None:
-            self._commands.put(
-                _Command(lambda: self._deliver(self.engine.abort(request_id)), lambda error: None)
-            )
+        self._loop.abort(request_id)
 
     async def stats(self) -> EngineStats:
         """The engine's figures, read between two steps."""
@@ -103,63 +55,31 @@ class AsyncEngine:
 
     def close(self) -> None:
         """End all requests, stop the thread, free the device memory. Closing twice is fine."""
-        self._commands.put(None)
+        self._loop.stop()
         self._thread.join()
-
-    def _send(self, command: _Command) -> None:
-        with self._ending:
-            if self._ended is not None:
-                raise self._ended
-            self._commands.put(command)
 
     async def _call[T](self, function: Callable[[], T]) -> T:
         future: Future[T] = Future()
-        self._send(
-            _Command(
-                lambda: _fulfil(future, function), lambda error: _fulfil(future, _raiser(error))
-            )
+        self._loop.call(
+            lambda: _fulfil(future, function), lambda error: _fulfil(future, _raiser(error))
         )
         return await asyncio.wrap_future(future)
 
     # On the engine's thread.
 
     def _run(self) -> None:
-        error = EngineDeadError("the engine was closed")
-        try:
-            while self._obey():
-                self._deliver(self.engine.step())
-        except Exception as failure:
-            error = EngineDeadError(f"the engine failed: {failure}")
-            error.__cause__ = failure
-        with self._ending:
-            self._ended = error
+        error = self._loop.run()
         for stream in self._streams.values():
             _post(stream.loop, stream.fail, error)
         self._streams.clear()
-        while not self._commands.empty():
-            command = self._commands.get()
-            if command is not None:
-                command.fail(error)
         self.engine.close()
 
-    def _obey(self) -> bool:
-        """Do what was asked; waits while there is nothing to step. False: stop."""
-        while True:
-            try:
-                command = self._commands.get(block=not self.engine.has_unfinished)
-            except queue.Empty:
-                return True
-            if command is None:
-                return False
-            command.run()
-
-    def _add(self, submission: Submission, stream: RequestStream) -> None:
-        try:
-            self.engine.add(submission)
-        except ValueError as error:
-            _post(stream.loop, stream.fail, error)
+    def _answer(self, request_id: str, stream: RequestStream, error: Exception | None) -> None:
+        if error is None:
+            self._streams[request_id] = stream
+            _post(stream.loop, stream.queued)
         else:
-            self._streams[submission.output.request_id] = stream
+            _post(stream.loop, stream.fail, error)
 
     def _deliver(self, deltas: list[OutputDelta]) -> None:
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[RequestStream, OutputDelta]]]
@@ -168,10 +88,10 @@ class AsyncEngine:
             stream = self._streams[delta.request_id]
             by_loop[stream.loop].append((stream, delta))
         for loop, pairs in by_loop.items():
-            if not _post(loop, _apply_all, pairs):
+            if not _post(loop, _push_all, pairs):
                 # Nobody is left to read these: their event loop ended without leaving the streams.
-                for stream, _ in pairs:
-                    self.abort(stream.output.request_id)
+                for _, delta in pairs:
+                    self.abort(delta.request_id)
         for delta in deltas:
             if delta.finish_reason is not None and not self.engine.is_open(delta.request_id):
                 self._streams.pop(delta.request_id, None)
@@ -188,9 +108,9 @@ def _post(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arg
     return True
 
 
-def _apply_all(pairs: list[tuple[RequestStream, OutputDelta]]) -> None:
+def _push_all(pairs: list[tuple[RequestStream, OutputDelta]]) -> None:
     for stream, delta in pairs:
-        stream.apply(delta)
+        stream.push(delta)
 
 
 def _fulfil[T](future: Future[T], function: Callable[[], T]) -> None:

@@ -9,7 +9,6 @@ import random
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -20,12 +19,13 @@ from jaxserve.engine.batch_builder import BatchBuilder
 from jaxserve.engine.buckets import pick_bucket
 from jaxserve.engine.request_state import RequestState, Submission, to_numpy
 from jaxserve.engine.startup import EngineParts, start
+from jaxserve.engine.stats import EngineStats, StepStats
 from jaxserve.engine.step import StepOutput
 from jaxserve.outputs import CompletionOutput, OutputDelta, RequestMetrics, RequestOutput
 from jaxserve.sampling import check_token_ids, needs_slot_state, slot_rows
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.detokenizer import IncrementalDetokenizer
-from scheduler import FinishReason, PrefixCacheStats, Request, Scheduler, SchedulerOutput
+from scheduler import FinishReason, Request, Scheduler, SchedulerOutput
 
 Prompt = str | Sequence[int] | Mapping[str, object]
 """Text, token ids, or a mapping with "prompt" or "prompt_token_ids"."""
@@ -34,19 +34,7 @@ Prompt = str | Sequence[int] | Mapping[str, object]
 class _InFlight(NamedTuple):
     scheduled: SchedulerOutput
     output: StepOutput
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """A moment of the engine."""
-
-    num_running: int
-    num_waiting: int
-    kv_usage: float
-    """The fraction of the KV blocks that running requests hold."""
-    num_preemptions: int
-    num_steps: int
-    prefix_cache: PrefixCacheStats
+    launched_s: float
 
 
 class Engine:
@@ -72,6 +60,8 @@ class Engine:
         self._seeds = random.Random(config.seed)
         self._request_numbers = itertools.count()
         self._num_steps = 0
+        self._steps = StepStats()
+        self._resolved_s = 0.0
 
     @property
     def max_model_len(self) -> int:
@@ -81,6 +71,16 @@ class Engine:
     def kv_capacity_tokens(self) -> int:
         """Tokens that the KV cache holds."""
         return (self.scheduler_config.num_blocks - 1) * self.scheduler_config.block_size
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that have a slot and blocks."""
+        return self._scheduler.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that have neither."""
+        return self._scheduler.num_waiting
 
     @property
     def has_unfinished(self) -> bool:
@@ -95,6 +95,7 @@ class Engine:
             num_preemptions=scheduler.num_preemptions,
             num_steps=self._num_steps,
             prefix_cache=scheduler.prefix_stats,
+            steps=self._steps.copy(),
         )
 
     # Requests. `prepare` touches nothing that a step uses, so any thread may call it.
@@ -274,8 +275,17 @@ class Engine:
             parts.params, parts.kv_caches, parts.slots, packed
         )
         output.sampled.token_ids.copy_to_host_async()
-        self._in_flight.append(_InFlight(scheduled, output))
+        launched = time.monotonic()
+        if self._in_flight:
+            self._steps.host_gap_s.observe(self._gap_before(launched))
+        self._in_flight.append(_InFlight(scheduled, output, launched))
         self._num_steps += 1
+
+    def _gap_before(self, launched: float) -> float:
+        previous = self._in_flight[-1]
+        if not previous.output.sampled.token_ids.is_ready():
+            return 0.0
+        return launched - max(previous.launched_s, self._resolved_s)
 
     def _load_slot(self, slot: int, state: RequestState) -> None:
         rows = slot_rows(
@@ -291,8 +301,11 @@ class Engine:
         )
 
     def _resolve(self, in_flight: _InFlight) -> list[OutputDelta]:
-        scheduled, output = in_flight
+        scheduled, output, launched = in_flight
         token_ids = np.asarray(output.sampled.token_ids).tolist()
+        now = time.monotonic()
+        self._steps.observe(scheduled, now - max(launched, self._resolved_s))
+        self._resolved_s = now
         deltas = self._prompt_logprobs(scheduled, output)
         sampled = None
         rows = {row.request_id: i for i, row in enumerate(scheduled.scheduled) if row.samples}

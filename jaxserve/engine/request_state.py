@@ -68,6 +68,8 @@ class RequestState:
             logprobs=() if logprobs is None else (logprobs,),
             finish_reason=None if finish is None else finish.value,
             stop_reason=stop_reason,
+            metrics=None if finish is None else self.metrics,
+            num_cached_tokens=self.request.num_cached_tokens,
         )
 
     def aborted(self) -> OutputDelta:
@@ -79,6 +81,8 @@ class RequestState:
             index=self.index,
             text=text,
             finish_reason=FinishReason.ABORT.value,
+            metrics=self.metrics,
+            num_cached_tokens=self.request.num_cached_tokens,
         )
 
     def logprobs_at(

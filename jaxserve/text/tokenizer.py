@@ -45,10 +45,11 @@ class Tokenizer:
         """Whether the space that a text begins with belongs to the encoding, not to the text."""
         return self._bytes.drops_first_space
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids with what the tokenizer adds to a text; a bos token in the text itself is not
-        doubled. Raises ValueError if the text is not Unicode (holds half a surrogate pair)."""
-        ids = self._encode(text, add_special_tokens=True)
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids, with what the tokenizer adds to a text unless told otherwise; a bos token in
+        the text itself is not doubled. Raises ValueError if the text is not Unicode (holds half a
+        surrogate pair)."""
+        ids = self._encode(text, add_special_tokens)
         bos = self.bos_token_id
         if bos is not None and ids[:2] == [bos, bos] and text.startswith(self._hf.bos_token):
             return ids[1:]
@@ -74,8 +75,10 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
+        continue_final_message: bool = False,
     ) -> str:
         """The conversation as the model sees it; `chat_template` (Jinja) replaces the model's own.
+        `continue_final_message` leaves the last message open, for the model to go on with it.
 
         Raises ValueError if the messages are malformed, if there is no template, or if the
         template refuses the messages.
@@ -88,6 +91,7 @@ class Tokenizer:
                 tools=None if tools is None else list(tools),
                 chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
                 tokenize=False,
             )
         except (TemplateError, TypeError) as error:
@@ -112,9 +116,17 @@ class Tokenizer:
             return b""
         return self._bytes[token_id]
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What the token stands for, be it special or not."""
+        return self._bytes[token_id]
+
     def token_text(self, token_id: int) -> str:
         """One token alone, as reported with log-probabilities; keeps its leading space."""
         return self._bytes[token_id].decode(errors="replace")
+
+    def longest_token_bytes(self) -> int:
+        """Bytes of the longest token. Looks at the whole vocabulary."""
+        return max(len(self._bytes[token]) for token in range(self.vocab_size))
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
@@ -123,7 +135,8 @@ class Tokenizer:
             raise ValueError(
                 f"the text is not Unicode: character {error.start} is {text[error.start]!r}"
             ) from error
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # As a batch: only then do other threads run meanwhile.
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
 def _load(folder: Path) -> Any:

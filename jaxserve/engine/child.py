@@ -1,0 +1,197 @@
+"""The engine's process: the engine loop, and a thread that hears what the server's process says.
+
+It ends when told to, when its engine fails, and when the other end of its socket is gone, however
+the server's process has ended.
+"""
+
+import functools
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from jaxserve.engine.loop import EngineLoop
+from jaxserve.engine.messages import (
+    Abort,
+    Add,
+    Deltas,
+    EngineInfo,
+    Failed,
+    FrameReader,
+    PrefixCacheReset,
+    Queued,
+    Ready,
+    Refused,
+    ResetPrefixCache,
+    Stats,
+    Stop,
+    ToEngine,
+    frame,
+)
+from jaxserve.engine.streams import EngineDeadError, QueueFullError
+from jaxserve.outputs import OutputDelta
+
+if TYPE_CHECKING:
+    from jaxserve.config import EngineConfig
+    from jaxserve.engine.engine import Engine
+
+STATS_INTERVAL_S = 0.25
+_RECEIVE_BYTES = 1 << 16
+_END_S = 5.0
+"""How long the loop may take to end its step when the server's process is gone."""
+
+logger = logging.getLogger(__name__)
+
+
+def make_engine(config: "EngineConfig") -> "Engine":
+    """What the process runs. Imports JAX, which the server's process does without."""
+    from jaxserve.engine.engine import Engine
+
+    return Engine(config)
+
+
+def main(
+    connection: socket.socket,
+    factory: Callable[[], "Engine"],
+    max_num_queued_reqs: int | None,
+) -> None:
+    """Run the engine that `factory` makes for whoever is at the other end of `connection`."""
+    # Ctrl-C in a terminal reaches this process too, but the server says when it is time.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+    _Child(connection, max_num_queued_reqs).run(factory)
+
+
+class _Child:
+    def __init__(self, connection: socket.socket, max_num_queued_reqs: int | None) -> None:
+        self._connection = connection
+        self._max_num_queued_reqs = max_num_queued_reqs
+        self._sending = threading.Lock()
+        self._loop: EngineLoop | None = None
+        self._stats_sent_s = 0.0
+        self._compilations = {"startup": 0, "serving": 0}
+
+    def run(self, factory: Callable[[], "Engine"]) -> None:
+        reader = threading.Thread(target=self._read, name="jaxserve-reader", daemon=True)
+        reader.start()
+        try:
+            self._count_compilations()
+            engine = factory()
+        except Exception as error:
+            message = " ".join(str(error).split())
+            if not isinstance(error, ValueError | OSError):
+                logger.exception("the engine could not start")
+                message = f"{type(error).__name__}: {message}"
+            self._send(Failed(message))
+            return
+        self._loop = EngineLoop(engine, self._deliver, self._max_num_queued_reqs)
+        self._send(Ready(_info(engine)))
+        error = self._loop.run()
+        if error.__cause__ is not None:
+            logger.error("the engine failed", exc_info=error.__cause__)
+        self._send(Failed(str(error)))
+        engine.close()
+
+    def _count_compilations(self) -> None:
+        import jax
+
+        def count(event: str, seconds: float, **kwargs: object) -> None:
+            if event == "/jax/core/compile/backend_compile_duration":
+                self._compilations["startup" if self._loop is None else "serving"] += 1
+
+        jax.monitoring.register_event_duration_secs_listener(count)
+
+    def _send(self, message: object) -> None:
+        with self._sending:
+            try:
+                self._connection.sendall(frame(message))
+            except OSError:
+                # Nobody is left to hear it; the reading thread ends this process.
+                logger.debug("the server's process is gone")
+
+    # On the loop's thread.
+
+    def _deliver(self, deltas: list[OutputDelta]) -> None:
+        if deltas:
+            self._send(Deltas(deltas))
+        engine = self._loop.engine
+        now = time.monotonic()
+        if now - self._stats_sent_s >= STATS_INTERVAL_S or not engine.has_unfinished:
+            self._stats_sent_s = now
+            self._send(Stats(engine.stats(), self._compilations))
+
+    def _answer(self, request_id: str, error: Exception | None) -> None:
+        """Tell what became of an Add; if the engine is gone, Failed tells it of all requests."""
+        if error is None:
+            self._send(Queued(request_id))
+        elif isinstance(error, QueueFullError):
+            self._send(Refused(request_id, str(error), "queue_full"))
+        elif isinstance(error, ValueError):
+            self._send(Refused(request_id, str(error), "invalid"))
+        elif not isinstance(error, EngineDeadError):
+            logger.error("a request could not be prepared", exc_info=error)
+            self._send(Refused(request_id, f"{type(error).__name__}: {error}", "internal"))
+
+    def _reset_prefix_cache(self) -> None:
+        self._send(PrefixCacheReset(self._loop.engine.reset_prefix_cache()))
+
+    # On the reading thread.
+
+    def _read(self) -> None:
+        reader = FrameReader(ToEngine)
+        try:
+            while data := self._connection.recv(_RECEIVE_BYTES):
+                for message in reader.feed(data):
+                    self._obey(message)
+        except Exception:
+            logger.exception("the engine's process cannot read what it is asked")
+        self._end()
+
+    def _obey(self, message: ToEngine) -> None:
+        loop = self._loop
+        match message:
+            case Add():
+                self._add(loop, message)
+            case Abort():
+                loop.abort(message.request_id)
+            case ResetPrefixCache():
+                loop.call(self._reset_prefix_cache, lambda error: None)
+            case Stop():
+                self._end()
+
+    def _add(self, loop: EngineLoop, message: Add) -> None:
+        answer = functools.partial(self._answer, message.request_id)
+        try:
+            submission = loop.engine.prepare(
+                message.prompt_token_ids, message.params, message.request_id, message.priority
+            )
+            loop.add(submission, answer)
+        except Exception as error:  # one request's trouble is not the others'
+            answer(error)
+
+    def _end(self) -> None:
+        """Let the loop end, and the process in any case."""
+        if self._loop is not None:
+            self._loop.stop()
+            time.sleep(_END_S)
+        os._exit(1)
+
+
+def _info(engine: "Engine") -> EngineInfo:
+    return EngineInfo(
+        max_model_len=engine.max_model_len,
+        max_num_seqs=engine.scheduler_config.max_num_seqs,
+        max_logprobs=engine.config.max_logprobs,
+        vocab_size=engine.model_config.vocab_size,
+        num_blocks=engine.scheduler_config.num_blocks,
+        block_size=engine.scheduler_config.block_size,
+        kv_capacity_tokens=engine.kv_capacity_tokens,
+        enable_prefix_caching=engine.scheduler_config.enable_prefix_caching,
+        startup_s=engine.startup_s,
+    )
