@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from jaxserve.cli import chat, environment, generate
+from jaxserve.cli import chat, environment, generate, serve
 from jaxserve.cli.flags import UsageError, add_flags, given
 from jaxserve.config import EngineConfig
 
@@ -66,6 +66,7 @@ def _parser() -> Parser:
         return sub
 
     generate.add_arguments(command("generate", generate.run, "complete prompts or answer messages"))
+    serve.add_arguments(command("serve", serve.run, "serve OpenAI's HTTP API"))
     chat.add_arguments(command("chat", chat.run, "hold a conversation in the terminal"))
     converter = command("convert", _convert, "write a checkpoint in the engine's own layout")
     converter.add_argument("model", metavar="MODEL", help="any name that --model takes elsewhere")

@@ -1,0 +1,65 @@
+"""What the HTTP server can be told."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+LogFormat = Literal["text", "json"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Raises ValueError, naming the field and what it allows."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; "0.0.0.0" is every IPv4 address of the machine."""
+    port: int = 8000
+    """0: any free one; the log says which."""
+    api_key: Sequence[str] = ()
+    """A key that clients may show. The command line is public on most machines: prefer
+    api_key_file."""
+    api_key_file: str | None = None
+    """A file with one key a line. Without any key, everybody who can connect is served."""
+    served_model_name: Sequence[str] = ()
+    """Names that requests may use for the model; answers carry the first. None: the name given as
+    the model."""
+    chat_template: str | None = None
+    """A Jinja file, for the model's own."""
+    allowed_origins: Sequence[str] = ()
+    """Web origins whose pages may call the server ("*": all); none by default."""
+    max_request_bytes: int = 32 << 20
+    """Longest request body."""
+    max_num_queued_reqs: int | None = None
+    """Most requests that wait for a slot; more get 503 and Retry-After. None: no limit."""
+    shutdown_timeout: float = 20.0
+    """Seconds that running requests get to finish after SIGTERM or SIGINT; a second signal ends
+    them at once."""
+    engine_stall_timeout: float = 60.0
+    """Seconds without a finished step, with requests open, after which the engine counts as
+    dead."""
+    exit_on_engine_failure: bool = False
+    """End the server, with exit code 1, when its engine has failed."""
+    log_format: LogFormat = "text"
+    """"json": one object a line."""
+    disable_log_requests: bool = False
+    """No line for each request."""
+
+    def __post_init__(self) -> None:
+        def check(condition: bool, name: str, allowed: str) -> None:
+            if not condition:
+                raise ValueError(f"{name} must be {allowed}, got {getattr(self, name)!r}")
+
+        check(bool(self.host), "host", "an address")
+        check(0 <= self.port < 65536, "port", "from 0 to 65535")
+        check(all(k and k.isascii() and k == k.strip() for k in self.api_key), "api_key",
+              "ASCII text that is not empty and has no space at its ends")  # fmt: skip
+        check(all(self.served_model_name), "served_model_name", "names that are not empty")
+        check(self.max_request_bytes >= 1, "max_request_bytes", "at least 1")
+        limit = self.max_num_queued_reqs
+        check(limit is None or limit >= 0, "max_num_queued_reqs", "None or at least 0")
+        for name, least in (("shutdown_timeout", "0"), ("engine_stall_timeout", "over 0")):
+            value = getattr(self, name)
+            fits = math.isfinite(value) and (value >= 0 if least == "0" else value > 0)
+            check(fits, name, "at least 0" if least == "0" else least)
+        check(self.log_format in ("text", "json"), "log_format", "text or json")

@@ -1,0 +1,107 @@
+"""What every HTTP request passes: its id, its key, and its line in the log."""
+
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxserve.server.protocol.errors import ApiError, error_body
+from jaxserve.server.protocol.shaping import encode_json
+
+OPEN_PATHS = frozenset({"/health", "/ping"})
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+logger = logging.getLogger("jaxserve.access")
+
+
+def error_response(error: ApiError) -> Response:
+    return Response(
+        encode_json(error.body),
+        error.status_code,
+        headers=error.headers,
+        media_type="application/json",
+    )
+
+
+class Gate:
+    """ASGI middleware. `api_keys`: one of them is asked for on every path but the health probes;
+    none: everybody may pass. `logs_requests`: a line for each request, without its content."""
+
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str], logs_requests: bool) -> None:
+        self._app = app
+        self._api_keys = [key.encode() for key in api_keys]
+        self._logs_requests = logs_requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise RuntimeError(f"{scope['type']} is not served here")
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        unique_id = f"{request_id}-{uuid.uuid4().hex[:8]}" if request_id is given else request_id
+        state = scope.setdefault("state", {})
+        state["id"] = unique_id
+        begin = time.monotonic()
+        status = 500
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        try:
+            if self._may_pass(scope["path"], headers):
+                await self._app(scope, receive, send_with_id)
+            else:
+                await self._refuse(scope, receive, send_with_id)
+        finally:
+            if self._logs_requests:
+                self._log(scope, unique_id, status, time.monotonic() - begin)
+
+    def _may_pass(self, path: str, headers: Headers) -> bool:
+        if not self._api_keys or path in OPEN_PATHS:
+            return True
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        shown = key.strip().encode("latin-1")
+        # Every key is compared, in constant time.
+        matches = [hmac.compare_digest(shown, key) for key in self._api_keys]
+        return scheme.lower() == "bearer" and any(matches)
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = error_body(401, "missing or wrong API key", code="invalid_api_key")
+        response = Response(
+            encode_json(body),
+            401,
+            headers={"WWW-Authenticate": "Bearer"},
+            media_type="application/json",
+        )
+        await response(scope, receive, send)
+
+    def _log(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
+        if scope["state"].get("disconnected"):
+            status = 499
+        logger.info(
+            "%s %s %d %.3f s %s",
+            scope["method"],
+            scope["path"],
+            status,
+            seconds,
+            request_id,
+            extra={
+                "fields": {
+                    "method": scope["method"],
+                    "path": scope["path"],
+                    "status": status,
+                    "seconds": round(seconds, 4),
+                    "request_id": request_id,
+                }
+            },
+        )

@@ -1,0 +1,224 @@
+"""A server's life: listen, load, serve, drain, end."""
+
+import asyncio
+import functools
+import json
+import logging
+import math
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+import uvloop
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.child import make_engine
+from jaxserve.engine.messages import EngineInfo
+from jaxserve.engine.process import EngineProcess
+from jaxserve.model.resolve import resolve_model
+from jaxserve.server.app import Status, make_app
+from jaxserve.server.config import LogFormat, ServerConfig
+from jaxserve.server.service import Service
+from jaxserve.text.tokenizer import Tokenizer
+
+_ABORT_S = 5
+"""How long aborted requests may take to tell their clients."""
+_KEEP_ALIVE_S = 30
+
+logger = logging.getLogger("jaxserve")
+
+
+def serve(
+    engine_config: EngineConfig,
+    config: ServerConfig,
+    engine_factory: Callable[[EngineConfig], Any] = make_engine,
+) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit code: 0, or 1 if the engine has failed and
+    the server should end with it.
+
+    ValueError, OSError or EngineStartError, in one line, if it cannot start.
+    """
+    api_keys = _api_keys(config)
+    template = None if config.chat_template is None else Path(config.chat_template).read_text()
+    _set_up_logging(config.log_format)
+    with _listen(config.host, config.port) as listener:
+        server = _Server(engine_config, config, engine_factory, api_keys, template)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(server.run(listener))
+
+
+class _Server:
+    def __init__(
+        self,
+        engine_config: EngineConfig,
+        config: ServerConfig,
+        engine_factory: Callable[[EngineConfig], Any],
+        api_keys: list[str],
+        chat_template: str | None,
+    ) -> None:
+        self._engine_config = engine_config
+        self._config = config
+        self._engine_factory = engine_factory
+        self._chat_template = chat_template
+        self._status = Status()
+        self._engine: EngineProcess | None = None
+        self._stop = asyncio.Event()
+        self._stop_at_once = asyncio.Event()
+        self._http = _HttpServer(
+            uvicorn.Config(
+                make_app(config, api_keys, self._status),
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_graceful_shutdown=math.ceil(config.shutdown_timeout) + _ABORT_S,
+            )
+        )
+
+    async def run(self, listener: socket.socket) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._hear, number)
+        host, port = listener.getsockname()[:2]
+        logger.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
+        http = asyncio.create_task(self._http.serve(sockets=[listener]))
+        life = asyncio.create_task(self._live())
+        try:
+            await asyncio.wait((http, life), return_when=asyncio.FIRST_COMPLETED)
+            self._http.should_exit = True
+            await http
+            return await life
+        finally:
+            life.cancel()
+            if self._engine is not None:
+                await self._engine.close()
+
+    def _hear(self, number: int) -> None:
+        if self._stop.is_set():
+            self._stop_at_once.set()
+        else:
+            logger.info("%s: shutting down", signal.Signals(number).name)
+        self._stop.set()
+
+    async def _live(self) -> int:
+        """From the start to the moment when nothing runs any more; returns the exit code."""
+        stop = asyncio.create_task(self._stop.wait())
+        start = asyncio.create_task(self._start())
+        await asyncio.wait((stop, start), return_when=asyncio.FIRST_COMPLETED)
+        if not start.done():
+            start.cancel()
+            return 0
+        await start
+        ended = asyncio.create_task(self._engine.wait_ended())
+        await asyncio.wait((stop, ended), return_when=asyncio.FIRST_COMPLETED)
+        if ended.done() and not stop.done():
+            logger.error("the engine cannot serve requests: %s", ended.result())
+            if self._config.exit_on_engine_failure:
+                return 1
+            await stop
+        await self._drain()
+        return 0
+
+    async def _start(self) -> None:
+        begin = time.monotonic()
+        logger.info("loading %s", self._engine_config.model)
+        folder = await asyncio.to_thread(resolve_model, self._engine_config.model)
+        self._engine = EngineProcess(
+            functools.partial(
+                self._engine_factory, replace(self._engine_config, model=str(folder))
+            ),
+            max_num_queued_reqs=self._config.max_num_queued_reqs,
+            stall_timeout_s=self._config.engine_stall_timeout,
+        )
+        info, tokenizer = await asyncio.gather(
+            self._engine.start(), asyncio.to_thread(Tokenizer, folder)
+        )
+        names = list(self._config.served_model_name) or [self._engine_config.model]
+        self._status.service = await asyncio.to_thread(
+            Service, self._engine, info, tokenizer, names, self._chat_template
+        )
+        logger.info(_ready_line(names[0], info, time.monotonic() - begin))
+
+    async def _drain(self) -> None:
+        """Let open requests finish, up to the time allowed; then end them."""
+        self._status.is_draining = True
+        self._http.should_exit = True
+        engine = self._engine
+        deadline = time.monotonic() + self._config.shutdown_timeout
+        while engine.num_open and not self._stop_at_once.is_set():
+            if time.monotonic() >= deadline:
+                break
+            await asyncio.sleep(0.05)
+        if engine.num_open:
+            logger.warning("ending %d open requests", engine.num_open)
+            engine.abort_all()
+
+
+class _HttpServer(uvicorn.Server):
+    """Leaves signals to us: uvicorn would raise them again when it is done."""
+
+    def capture_signals(self) -> Any:
+        return nullcontext()
+
+
+def _ready_line(name: str, info: EngineInfo, seconds: float) -> str:
+    phases = ", ".join(f"{phase} {s:.1f} s" for phase, s in info.startup_s.items())
+    concurrency = info.kv_capacity_tokens / info.max_model_len
+    return (
+        f"ready: {name}, max_model_len {info.max_model_len}, KV cache of "
+        f"{info.kv_capacity_tokens} tokens, enough for {concurrency:.1f} requests of that length; "
+        f"started in {seconds:.1f} s ({phases})"
+    )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=2048)
+
+
+def _api_keys(config: ServerConfig) -> list[str]:
+    keys = list(config.api_key)
+    if config.api_key_file is not None:
+        lines = Path(config.api_key_file).read_text().split()
+        if not lines:
+            raise ValueError(f"api_key_file {config.api_key_file} must hold a key, and is empty")
+        keys += lines
+    return keys
+
+
+def _set_up_logging(log_format: LogFormat) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    if log_format == "json":
+        handler.setFormatter(_JsonFormatter())
+    else:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    for name, level in (("jaxserve", logging.INFO), ("uvicorn", logging.WARNING)):
+        named = logging.getLogger(name)
+        named.handlers = [handler]
+        named.setLevel(level)
+        named.propagate = False
+
+
+class _JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        entry = {
+            "time": round(record.created, 3),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            entry["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(entry)

@@ -1,0 +1,259 @@
+"""OpenAI's request bodies, with vLLM's extras, and what they mean to the engine."""
+
+from collections.abc import Mapping
+from itertools import chain
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
+
+from jaxserve.sampling_params import SamplingParams
+
+MAX_TOKEN_ID = 2**31 - 1
+MAX_PROMPTS = 1024
+MAX_STOPS = 64
+MAX_LOGIT_BIASES = 1024
+MAX_STOP_TOKEN_IDS = 1024
+MAX_ALLOWED_TOKEN_IDS = 1 << 18
+DEFAULT_MAX_TOKENS = 16
+"""Of a completion, as OpenAI has it; a chat answer goes on to the model's limit."""
+
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+Count = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+
+
+def _check_prompt(value: Any) -> Any:
+    """pydantic would try each element against each type, which takes seconds for a long prompt."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and value:
+        kinds = set(map(type, value))
+        if kinds == {int}:
+            return value
+        if kinds == {str} or (kinds == {list} and set(map(type, chain(*value))) == {int}):
+            if len(value) > MAX_PROMPTS:
+                raise ValueError(f"at most {MAX_PROMPTS} prompts in one request, got {len(value)}")
+            return value
+    raise ValueError("must be a string, a list of strings, or one or several lists of token ids")
+
+
+_Prompt = str | list[str] | list[TokenId] | list[list[TokenId]]
+Prompt = Annotated[_Prompt, PlainValidator(_check_prompt, json_schema_input_type=_Prompt)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    unsupported: ClassVar[Mapping[str, object]] = {}
+    """Known fields that are not built, and the value that asks for nothing."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            for name, neutral in cls.unsupported.items():
+                if data.get(name) not in (None, neutral):
+                    raise ValueError(f"{name} is not supported")
+        return data
+
+
+class StreamOptions(_Body):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class _SamplingBody(_Body):
+    model: str | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
+    logit_bias: (
+        Annotated[
+            dict[str, Annotated[float, Field(ge=-100, le=100)]],
+            Field(max_length=MAX_LOGIT_BIASES),
+        ]
+        | None
+    ) = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Count | None = None
+    # vLLM's.
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    min_tokens: Count | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    allowed_token_ids: (
+        Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)] | None
+    ) = None
+    bad_words: (
+        Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=64)]
+        | None
+    ) = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=1024)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> "_SamplingBody":
+        if self.stream and self.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs cannot be streamed")
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options need stream=true")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.include_usage and bool(self.stream_options.continuous_usage_stats)
+
+    def _params(self, **chosen: Any) -> SamplingParams:
+        fields = {
+            name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None
+        }
+        if self.logit_bias is not None:
+            fields["logit_bias"] = _token_biases(self.logit_bias)
+        return SamplingParams(**fields | chosen)
+
+
+_SAMPLING_FIELDS = (
+    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens",
+    "prompt_logprobs", "skip_special_tokens", "spaces_between_special_tokens",
+    "include_stop_str_in_output", "allowed_token_ids", "bad_words",
+)  # fmt: skip
+
+
+def _token_biases(value: Mapping[str, float]) -> dict[int, float]:
+    biases = {}
+    for key, bias in value.items():
+        if not (key.isascii() and key.isdecimal()) or len(key) > 10 or int(key) > MAX_TOKEN_ID:
+            raise ValueError(f"logit_bias must have token ids as keys, got {key[:40]!r}")
+        biases[int(key)] = bias
+    return biases
+
+
+class CompletionRequest(_SamplingBody):
+    unsupported = {"suffix": "", "best_of": 1, "structured_outputs": {}}
+
+    prompt: Prompt
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=1024)] | None = None
+    add_special_tokens: bool = True
+
+    @property
+    def drops_output(self) -> bool:
+        """The prompt and its log-probabilities are all that is asked for."""
+        return self.max_tokens == 0
+
+    def to_params(self) -> SamplingParams:
+        """ValueError, beginning with a field's name, for what cannot be."""
+        if self.drops_output and not self.echo:
+            raise ValueError("max_tokens must be at least 1 (0 needs echo=true)")
+        max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else max(self.max_tokens, 1)
+        chosen = {"max_tokens": max_tokens, "logprobs": self.logprobs}
+        if self.echo and self.logprobs is not None:
+            chosen["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
+        return self._params(**chosen)
+
+    def prompts(self) -> list[str | list[int]]:
+        if isinstance(self.prompt, str) or type(self.prompt[0]) is int:
+            return [self.prompt]
+        return self.prompt
+
+
+class TextPart(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """What else it holds is for the chat template."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+
+
+class _ChatBody(_Body):
+    model: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)]
+    add_generation_prompt: bool | None = None
+    """None: unless the last message is to be continued."""
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+
+    @model_validator(mode="after")
+    def _check_end(self) -> "_ChatBody":
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message and add_generation_prompt exclude each other")
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            raise ValueError("continue_final_message needs an assistant's message at the end")
+        return self
+
+    @property
+    def adds_generation_prompt(self) -> bool:
+        if self.add_generation_prompt is None:
+            return not self.continue_final_message
+        return self.add_generation_prompt
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """The messages for a chat template, which knows a developer as "system"."""
+        messages = [message.model_dump(exclude_unset=True) for message in self.messages]
+        for message in messages:
+            if message["role"] == "developer":
+                message["role"] = "system"
+        return messages
+
+
+class ChatCompletionRequest(_ChatBody, _SamplingBody):
+    unsupported = {
+        "tools": [],
+        "functions": [],
+        "response_format": {"type": "text"},
+        "structured_outputs": {},
+    }
+
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=1024)] | None = None
+
+    def to_params(self) -> SamplingParams:
+        """ValueError, beginning with a field's name, for what cannot be."""
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs=true")
+        limit = (
+            self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        )
+        return self._params(
+            max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None
+        )
+
+
+class TokenizeTextRequest(_Body):
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+
+
+class TokenizeChatRequest(_ChatBody):
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(_Body):
+    model: str | None = None
+    tokens: list[TokenId]

@@ -1,0 +1,274 @@
+"""From checked request bodies to answers: encoding, the engine, and the answer's shape."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxserve.engine.messages import EngineInfo
+from jaxserve.engine.process import EngineProcess
+from jaxserve.engine.streams import EngineDeadError, RequestStream
+from jaxserve.outputs import OutputDelta
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.server.metrics import RequestClock, ServerMetrics
+from jaxserve.server.protocol.chat import ChatShaper
+from jaxserve.server.protocol.completions import CompletionShaper
+from jaxserve.server.protocol.errors import ApiError, from_engine
+from jaxserve.server.protocol.requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeChatRequest,
+    TokenizeTextRequest,
+)
+from jaxserve.server.protocol.responses import Detokenized, ModelList, Tokenized
+from jaxserve.server.protocol.shaping import (
+    DONE,
+    EncodedPrompt,
+    Head,
+    Shaper,
+    encode_json,
+    event,
+)
+from jaxserve.server.sse import ClientDisconnected, EventStream, until_disconnect
+from jaxserve.text.tokenizer import Tokenizer
+
+MAX_SEQUENCES = 1024
+"""Of one HTTP request: prompts times n."""
+_MAX_SHRINK = 3
+"""How much shorter a text's UTF-8 may become by Unicode normalisation, at most."""
+_CLOSED_REQUEST = 499
+"""As nginx logs it; nobody is left to see it."""
+
+
+class Service:
+    """A model that is being served under `model_names`; answers carry the first of them."""
+
+    def __init__(
+        self,
+        engine: EngineProcess,
+        info: EngineInfo,
+        tokenizer: Tokenizer,
+        model_names: Sequence[str],
+        chat_template: str | None,
+    ) -> None:
+        self.engine = engine
+        self.info = info
+        self.metrics = ServerMetrics(engine, info, model_names[0])
+        self._tokenizer = tokenizer
+        self._model_names = model_names
+        self._chat_template = chat_template
+        self._created = int(time.time())
+        self._max_text_bytes = _MAX_SHRINK * info.max_model_len * tokenizer.longest_token_bytes()
+
+    # Without the engine.
+
+    def models(self) -> ModelList:
+        return {
+            "object": "list",
+            "data": [
+                {
+                    "id": name,
+                    "object": "model",
+                    "created": self._created,
+                    "owned_by": "jaxserve",
+                    "max_model_len": self.info.max_model_len,
+                }
+                for name in self._model_names
+            ],
+        }
+
+    async def tokenize(self, body: TokenizeTextRequest | TokenizeChatRequest) -> Tokenized:
+        self._check_model(body.model)
+        ids = await _in_thread(
+            self._encode_text if isinstance(body, TokenizeTextRequest) else self._encode_chat, body
+        )
+        strings = [self._tokenizer.token_text(i) for i in ids] if body.return_token_strs else None
+        return {
+            "count": len(ids),
+            "max_model_len": self.info.max_model_len,
+            "tokens": ids,
+            "token_strs": strings,
+        }
+
+    async def detokenize(self, body: DetokenizeRequest) -> Detokenized:
+        self._check_model(body.model)
+        self._check_ids(body.tokens)
+        return {"prompt": await _in_thread(self._tokenizer.decode, body.tokens, False)}
+
+    # With it.
+
+    async def complete(self, body: CompletionRequest, http: Request, id_: str) -> Response:
+        arrival_s = time.monotonic()
+        self._check_model(body.model)
+        params = _params(body)
+        inputs = body.prompts()
+        if len(inputs) * params.n > MAX_SEQUENCES:
+            raise ApiError(
+                400,
+                f"the number of prompts times n must be at most {MAX_SEQUENCES}, "
+                f"got {len(inputs)} times {params.n}",
+                param="n",
+            )
+        prompts = await _in_thread(
+            lambda: [self._encode_prompt(p, body.add_special_tokens) for p in inputs]
+        )
+        ids = [id_] if len(prompts) == 1 else [f"{id_}-{i}" for i in range(len(prompts))]
+        shaper = CompletionShaper(body, params, self._head(id_), ids, prompts, self._tokenizer)
+        return await self._answer(body, http, shaper, _Batch(ids, prompts, params), arrival_s)
+
+    async def chat(self, body: ChatCompletionRequest, http: Request, id_: str) -> Response:
+        arrival_s = time.monotonic()
+        self._check_model(body.model)
+        params = _params(body)
+        token_ids = await _in_thread(self._encode_chat, body)
+        self._check_len(len(token_ids))
+        prompts = [EncodedPrompt(token_ids)]
+        shaper = ChatShaper(body, params, self._head(id_), [id_], prompts, self._tokenizer)
+        return await self._answer(body, http, shaper, _Batch([id_], prompts, params), arrival_s)
+
+    async def _answer(
+        self,
+        body: CompletionRequest | ChatCompletionRequest,
+        http: Request,
+        shaper: Shaper,
+        batch: "_Batch",
+        arrival_s: float,
+    ) -> Response:
+        stream = RequestStream()
+
+        def leave() -> None:
+            """What is not finished has nobody to read it."""
+            if not stream.finished:
+                for request_id in batch.request_ids:
+                    self.engine.abort(request_id)
+
+        try:
+            for request_id, prompt in zip(batch.request_ids, batch.prompts, strict=True):
+                self.engine.submit(
+                    stream, request_id, prompt.token_ids, batch.params, body.priority
+                )
+            await stream.wait_queued()
+            lens = [len(prompt.token_ids) for prompt in batch.prompts]
+            clock = RequestClock(self.metrics, lens, arrival_s)
+            if body.stream:
+                return EventStream(self._events(stream, shaper, clock), leave)
+            deltas = await until_disconnect(http.receive, _collect(stream, clock))
+        except ClientDisconnected:
+            leave()
+            return Response(status_code=_CLOSED_REQUEST)
+        except (ValueError, RuntimeError) as error:
+            leave()
+            raise from_engine(error, type(body).model_fields) from error
+        except BaseException:
+            leave()
+            raise
+        return Response(encode_json(shaper.whole(deltas)), media_type="application/json")
+
+    async def _events(
+        self, stream: RequestStream, shaper: Shaper, clock: RequestClock
+    ) -> AsyncGenerator[bytes]:
+        try:
+            async for deltas in stream:
+                clock.observe(deltas)
+                if data := shaper.chunks(deltas):
+                    yield data
+        except EngineDeadError as error:
+            yield event(from_engine(error).body) + DONE
+        else:
+            yield shaper.end()
+
+    # Encoding, off the event loop.
+
+    def _encode_text(self, body: TokenizeTextRequest) -> list[int]:
+        return self._encode(body.prompt, body.add_special_tokens)
+
+    def _encode_prompt(self, prompt: str | list[int], add_special_tokens: bool) -> EncodedPrompt:
+        text = prompt if isinstance(prompt, str) else None
+        ids = self._encode(prompt, add_special_tokens) if text is not None else prompt
+        self._check_len(len(ids))
+        self._check_ids(ids)
+        return EncodedPrompt(ids, text)
+
+    def _encode_chat(self, body: ChatCompletionRequest | TokenizeChatRequest) -> list[int]:
+        text = self._tokenizer.render_chat(
+            body.conversation(),
+            add_generation_prompt=body.adds_generation_prompt,
+            chat_template=self._chat_template,
+            continue_final_message=body.continue_final_message,
+        )
+        return self._encode(text, body.add_special_tokens)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        num_bytes = len(text.encode())
+        if num_bytes > self._max_text_bytes:
+            raise _too_long(f"{num_bytes} bytes of text", self.info.max_model_len)
+        return self._tokenizer.encode(text, add_special_tokens)
+
+    def _check_len(self, num_tokens: int) -> None:
+        if num_tokens == 0:
+            raise ApiError(400, "the prompt is empty", param="prompt")
+        if num_tokens >= self.info.max_model_len:
+            raise _too_long(f"{num_tokens} tokens", self.info.max_model_len)
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        last = self.info.vocab_size - 1
+        for token in (min(ids, default=0), max(ids, default=0)):
+            if not 0 <= token <= last:
+                raise ApiError(400, f"token id {token} is outside the vocabulary (0 to {last})")
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name not in self._model_names:
+            raise ApiError(
+                404,
+                f"no model {name!r} here, only {', '.join(map(repr, self._model_names))}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def _head(self, id_: str) -> Head:
+        return Head(id_, self._model_names[0], int(time.time()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    request_ids: list[str]
+    prompts: list[EncodedPrompt]
+    params: SamplingParams
+
+
+def _params(body: CompletionRequest | ChatCompletionRequest) -> SamplingParams:
+    try:
+        return body.to_params()
+    except ValueError as error:
+        raise from_engine(error, type(body).model_fields) from error
+
+
+def _too_long(what: str, max_model_len: int) -> ApiError:
+    return ApiError(
+        400,
+        f"the prompt has {what}, but the model takes max_model_len={max_model_len} tokens, of "
+        "which at least one is the answer's",
+        param="prompt",
+        code="context_length_exceeded",
+    )
+
+
+async def _in_thread(function: Any, *args: Any) -> Any:
+    """ValueError is the client's fault there."""
+    try:
+        return await asyncio.to_thread(function, *args)
+    except ValueError as error:
+        raise ApiError(400, str(error)) from error
+
+
+async def _collect(stream: RequestStream, clock: RequestClock) -> list[OutputDelta]:
+    collected: list[OutputDelta] = []
+    async for deltas in stream:
+        clock.observe(deltas)
+        collected += deltas
+    return collected

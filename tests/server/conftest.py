@@ -1,0 +1,200 @@
+"""Servers in processes of their own on ephemeral ports of the loopback, and a small tokenizer."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+START_S = 120
+CHAT_TEMPLATE = (
+    "{{ '<|bos|>' }}{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|eos|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+SPECIALS = ("<|bos|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
+TINY_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 512,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny configuration and a byte-level BPE tokenizer that puts <|bos|> before a text."""
+    folder = tmp_path_factory.mktemp("model")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {char: index for index, char in enumerate(alphabet)}
+    merges = [("l", "l"), ("h", "e"), ("he", "ll"), ("hell", "o"), ("Ġ", "hello")]
+    for merge in merges:
+        vocab["".join(merge)] = len(vocab)
+    backend = Tokenizer(models.BPE(vocab, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(text, special=True) for text in SPECIALS])
+    from tokenizers.processors import TemplateProcessing
+
+    bos, eos = (backend.token_to_id(text) for text in SPECIALS[:2])
+    backend.post_processor = TemplateProcessing(
+        single="<|bos|> $A", special_tokens=[("<|bos|>", bos)]
+    )
+    backend.save(str(folder / "tokenizer.json"))
+    size = backend.get_vocab_size()
+    config = {**TINY_CONFIG, "vocab_size": size, "bos_token_id": bos, "eos_token_id": eos}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "bos_token": SPECIALS[0],
+                "eos_token": SPECIALS[1],
+                "chat_template": CHAT_TEMPLATE,
+                "clean_up_tokenization_spaces": False,
+            }
+        )
+    )
+    return folder
+
+
+class Server:
+    """A running server; its log is kept for assertions."""
+
+    def __init__(self, command: list[str]) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+        environment.pop("XLA_FLAGS", None)
+        self.process = subprocess.Popen(
+            [sys.executable, *command, "--port", "0"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        self.lines: list[str] = []
+        self._changed = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.url = self.wait_for(r"listening on (http://\S+)")[1]
+        self.http = httpx2.Client(base_url=self.url, timeout=60)
+
+    def _read(self) -> None:
+        for line in self.process.stderr:
+            with self._changed:
+                self.lines.append(line)
+                self._changed.notify_all()
+        with self._changed:
+            self.lines.append("")
+            self._changed.notify_all()
+
+    @property
+    def log(self) -> str:
+        return "".join(self.lines)
+
+    def wait_for(self, pattern: str, timeout_s: float = START_S) -> re.Match[str]:
+        """The first match in the log, when it is there."""
+        with self._changed:
+            found = self._changed.wait_for(
+                lambda: re.search(pattern, self.log) or self.lines[-1:] == [""], timeout_s
+            )
+        match = re.search(pattern, self.log)
+        assert found, f"no {pattern!r} within {timeout_s} s in:\n{self.log}"
+        assert match, f"ended without {pattern!r}:\n{self.log}"
+        return match
+
+    def ready(self) -> "Server":
+        self.wait_for(r"ready: ")
+        return self
+
+    def children(self) -> list[int]:
+        """Process ids of its descendants, as the kernel knows them."""
+        found = []
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = stat.read_text().rpartition(")")[2].split()
+            except OSError:
+                continue  # it has just ended
+            if int(fields[1]) == self.process.pid and fields[0] != "Z":
+                found.append(int(stat.parent.name))
+        return found
+
+    def engine_pid(self) -> int:
+        """The child that runs the engine, by its command line."""
+        for pid in self.children():
+            if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return pid
+        raise AssertionError("no engine process")
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def wait(self, timeout_s: float = 30) -> int:
+        return self.process.wait(timeout_s)
+
+    def post(self, path: str, **body: Any) -> httpx2.Response:
+        return self.http.post(path, json=body)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The value of one sample of /metrics."""
+        from prometheus_client.parser import text_string_to_metric_families
+
+        for family in text_string_to_metric_families(self.http.get("/metrics").text):
+            for sample in family.samples:
+                if sample.name == f"jaxserve:{name}" and labels.items() <= sample.labels.items():
+                    return sample.value
+        raise KeyError(name)
+
+    def end(self) -> None:
+        self.http.close()
+        if self.process.poll() is None:
+            self.signal(signal.SIGTERM)
+            self.signal(signal.SIGTERM)
+        try:
+            self.wait()
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.wait()
+            raise
+        finally:
+            self._reader.join(10)
+            self.process.stderr.close()
+
+
+@pytest.fixture(scope="session")
+def start_fake(model_folder: Path) -> Iterator[Callable[..., Server]]:
+    """Start a server over the fake engine; all of them end with the session."""
+    started: list[Server] = []
+
+    def start(*flags: str) -> Server:
+        command = [str(HERE / "fake_server.py"), str(model_folder), "--served-model-name", "fake"]
+        server = Server([*command, *flags])
+        started.append(server)
+        return server
+
+    yield start
+    for server in started:
+        server.end()
+
+
+@pytest.fixture(scope="session")
+def fake(start_fake: Callable[..., Server]) -> Server:
+    """The server that most tests share."""
+    return start_fake("--step-time", "0.001").ready()

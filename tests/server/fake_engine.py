@@ -1,0 +1,97 @@
+"""An engine without a model: the real scheduler, request states and text, and a step that makes
+token i of every output the prompt's token i, over and over.
+
+So the next token is a function of the prefix, and a wrong one is visible at once. A prompt that
+holds FAIL_TOKEN makes the step raise.
+"""
+
+import itertools
+import random
+import time
+from collections import deque
+from types import SimpleNamespace
+
+import numpy as np
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.engine import Engine, _InFlight
+from jaxserve.engine.stats import StepStats
+from jaxserve.engine.step import StepOutput
+from jaxserve.sampling import SampleOutput
+from jaxserve.text.tokenizer import Tokenizer
+from scheduler import Scheduler, SchedulerConfig
+
+FAIL_TOKEN = 7
+
+
+def logprob_of(token_id: int) -> float:
+    """What the fake says of a sampled token: it is always the likeliest."""
+    return -0.25 * (1 + token_id % 7)
+
+
+class FakeEngine(Engine):
+    """Waits `step_time_s` in every step."""
+
+    def __init__(self, config: EngineConfig, step_time_s: float = 0.0) -> None:
+        self.config = config
+        self.tokenizer = Tokenizer(config.model)
+        self.startup_s = {"tokenizer": 0.1}
+        self.model_config = SimpleNamespace(vocab_size=self.tokenizer.vocab_size)
+        self.scheduler_config = SchedulerConfig(
+            num_blocks=(config.kv_cache_memory_bytes or 4096) + 1,
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs or 64,
+            max_num_batched_tokens=config.max_num_batched_tokens or 512,
+            max_model_len=config.max_model_len or 512,
+            enable_prefix_caching=config.enable_prefix_caching,
+            policy=config.scheduling_policy,
+        )
+        self._parts = SimpleNamespace(eos_token_ids=self.tokenizer.eos_token_ids, free=lambda: None)
+        self._scheduler = Scheduler(self.scheduler_config)
+        self._states = {}
+        self._children = {}
+        self._in_flight = deque()
+        self._seeds = random.Random(config.seed)
+        self._request_numbers = itertools.count()
+        self._num_steps = 0
+        self._steps = StepStats()
+        self._resolved_s = 0.0
+        self._step_time_s = step_time_s
+
+    def step(self):
+        if self._step_time_s:
+            time.sleep(self._step_time_s)
+        scheduled = self._scheduler.schedule()
+        if scheduled is None:
+            return []
+        launched = time.monotonic()
+        self._num_steps += 1
+        sampled, targets = [], []
+        for row in scheduled.scheduled:
+            state = self._states[row.request_id]
+            prompt = state.prompt_token_ids
+            if FAIL_TOKEN in prompt:
+                raise RuntimeError("the device is lost")
+            if row.admitted and state.metrics.first_scheduled_s is None:
+                state.metrics.first_scheduled_s = launched
+            sampled.append(prompt[row.output_index % len(prompt)])
+            for position in range(row.start, row.start + row.num_tokens):
+                targets.append(prompt[min(position + 1, len(prompt) - 1)])
+        output = StepOutput(self._sample(sampled), self._sample(targets))
+        return self._resolve(_InFlight(scheduled, output, launched))
+
+    def _sample(self, token_ids: list[int]) -> SampleOutput:
+        ids = np.array(token_ids, np.int32)
+        tops = (ids[:, None] + np.arange(self.config.max_logprobs)) % self.model_config.vocab_size
+        logprobs = -0.25 * (1 + ids % 7)
+        return SampleOutput(
+            token_ids=ids,
+            logprobs=logprobs,
+            ranks=np.ones_like(ids),
+            top_token_ids=tops,
+            top_logprobs=logprobs[:, None] - np.arange(self.config.max_logprobs),
+        )
+
+
+def make_fake_engine(config: EngineConfig, step_time_s: float = 0.0) -> FakeEngine:
+    return FakeEngine(config, step_time_s)
