@@ -91,6 +91,7 @@ class _Child:
             self._send(Failed(message))
             return
         self._loop = EngineLoop(engine, self._deliver, self._max_num_queued_reqs)
+        self._send(Stats(engine.stats(), self._compilations))
         self._send(Ready(_info(engine)))
         error = self._loop.run()
         if error.__cause__ is not None:

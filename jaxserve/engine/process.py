@@ -70,7 +70,7 @@ class EngineProcess(asyncio.Protocol):
         self._progress_s = 0.0
         self._num_steps = -1
         self.stats: Stats | None = None
-        """The newest; None before the first step."""
+        """The newest; None before the engine is ready."""
 
     async def start(self) -> EngineInfo:
         """Returns when the engine is ready. EngineStartError if it cannot be."""
@@ -86,13 +86,14 @@ class EngineProcess(asyncio.Protocol):
             daemon=True,
         )
         with theirs:
-            await asyncio.to_thread(self._process.start)
+            self._process.start()
         await self._loop.create_connection(lambda: self, sock=ours)
         return await asyncio.shield(self._ready)
 
     @property
-    def is_running(self) -> bool:
-        return self._ready.done() and not self._ended.done()
+    def error(self) -> EngineDeadError | None:
+        """Why the engine serves no more; None while it does."""
+        return self._ended.result() if self._ended.done() else None
 
     @property
     def pid(self) -> int:
@@ -147,7 +148,7 @@ class EngineProcess(asyncio.Protocol):
         """End all requests and the process, by force if need be. Closing twice is fine."""
         if self._process is None:
             return
-        if self._transport is not None:
+        if self._transport is not None and not self._ended.done():
             self._send(Stop())
         self._end(EngineDeadError("the engine was closed"))
         await asyncio.to_thread(self._process.join, _JOIN_S)
@@ -158,8 +159,8 @@ class EngineProcess(asyncio.Protocol):
             self._transport.close()
 
     def _check_running(self) -> None:
-        if self._ended.done():
-            raise self._ended.result()
+        if self.error is not None:
+            raise self.error
 
     def _send(self, message: Any) -> None:
         self._transport.write(frame(message))

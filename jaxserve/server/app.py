@@ -50,8 +50,8 @@ class Status:
             raise unavailable("the server is shutting down")
         if self.service is None:
             raise unavailable("the model is being loaded", STARTING_RETRY_AFTER_S)
-        if not self.service.engine.is_running:
-            raise ApiError(503, "the engine is dead")
+        if self.service.engine.error is not None:
+            raise from_engine(self.service.engine.error)
         return self.service
 
 

@@ -62,8 +62,7 @@ class ServerMetrics:
         """What prometheus-client asks for."""
         yield from self._requests()
         yield from self._cache_config()
-        if self._engine.stats is not None:
-            yield from self._steps()
+        yield from self._steps()
 
     def _requests(self) -> Iterator[Metric]:
         for name, (text, _) in _HISTOGRAMS.items():

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 START_S = 120
+ENVIRONMENT = {
+    name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "PYTHONPATH")
+} | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
 CHAT_TEMPLATE = (
     "{{ '<|bos|>' }}{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|eos|>' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
@@ -80,20 +84,18 @@ class Server:
     """A running server; its log is kept for assertions."""
 
     def __init__(self, command: list[str]) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-        environment.pop("XLA_FLAGS", None)
         self.process = subprocess.Popen(
             [sys.executable, *command, "--port", "0"],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
-            env=environment,
+            env=ENVIRONMENT,
         )
         self.lines: list[str] = []
         self._changed = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        self.url = self.wait_for(r"listening on (http://\S+)")[1]
+        self.url = self.wait_for(r"listening on (http://[\w.:]+)")[1]
         self.http = httpx2.Client(base_url=self.url, timeout=60)
 
     def _read(self) -> None:
@@ -162,11 +164,13 @@ class Server:
                     return sample.value
         raise KeyError(name)
 
-    def end(self) -> None:
-        self.http.close()
+    def ask_to_end(self) -> None:
         if self.process.poll() is None:
             self.signal(signal.SIGTERM)
             self.signal(signal.SIGTERM)
+
+    def end(self) -> None:
+        self.http.close()
         try:
             self.wait()
         except subprocess.TimeoutExpired:
@@ -179,22 +183,62 @@ class Server:
 
 
 @pytest.fixture(scope="session")
-def start_fake(model_folder: Path) -> Iterator[Callable[..., Server]]:
-    """Start a server over the fake engine; all of them end with the session."""
+def server_environment() -> dict[str, str]:
+    return ENVIRONMENT
+
+
+@pytest.fixture(scope="session")
+def start_server() -> Iterator[Callable[..., Server]]:
+    """Start a server with the interpreter's arguments; all of them end with the session."""
     started: list[Server] = []
 
-    def start(*flags: str) -> Server:
-        command = [str(HERE / "fake_server.py"), str(model_folder), "--served-model-name", "fake"]
-        server = Server([*command, *flags])
-        started.append(server)
-        return server
+    def start(*arguments: str) -> Server:
+        started.append(Server([*arguments]))
+        return started[-1]
 
     yield start
     for server in started:
+        server.ask_to_end()
+    for server in started:
         server.end()
+
+
+@pytest.fixture(scope="session")
+def start_fake(start_server: Callable[..., Server], model_folder: Path) -> Callable[..., Server]:
+    """Start a server over the fake engine, with flags of `jaxserve serve`."""
+    script = str(HERE / "fake_server.py")
+    return partial(start_server, script, str(model_folder), "--served-model-name", "fake")
 
 
 @pytest.fixture(scope="session")
 def fake(start_fake: Callable[..., Server]) -> Server:
     """The server that most tests share."""
     return start_fake("--step-time", "0.001").ready()
+
+
+def events_of(server: Server, path: str, **body: Any) -> list[dict[str, Any]]:
+    """The events of a stream, which must end with [DONE]."""
+    with server.http.stream("POST", path, json={**body, "stream": True}) as response:
+        assert response.status_code == 200, response.read()
+        assert response.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in response.iter_lines() if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines.pop() == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+@pytest.fixture(scope="session")
+def events() -> Callable[..., list[dict[str, Any]]]:
+    return events_of
+
+
+@pytest.fixture(scope="session")
+def narrow(start_fake: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Server:
+    """One slot and a short queue, steps of 10 ms, short bodies, and a template of its own."""
+    template = tmp_path_factory.mktemp("template") / "template.jinja"
+    template.write_text("{% for m in messages %}[{{ m['content'] }}]{% endfor %}")
+    return start_fake(
+        "--step-time", "0.01", "--max-num-seqs", "1", "--max-num-queued-reqs", "2",
+        "--scheduling-policy", "priority", "--max-request-bytes", "1000",
+        "--chat-template", str(template),
+    ).ready()  # fmt: skip

@@ -1,0 +1,116 @@
+"""Keys, request ids, cross-origin requests and the log."""
+
+import json
+import re
+import socket
+
+import pytest
+
+KEY, OTHER = "sk-secret-1", "sk-secret-2"
+ORIGIN = "https://example.org"
+PATHS = ["/v1/models", "/v1/completions", "/metrics", "/version", "/openapi.json", "/nothing"]
+
+
+@pytest.fixture(scope="module")
+def guarded(start_fake, tmp_path_factory):
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text(f"{OTHER}\n")
+    return start_fake(
+        "--api-key", KEY, "--api-key-file", str(keys), "--allowed-origins", ORIGIN,
+        "--log-format", "json",
+    ).ready()  # fmt: skip
+
+
+def raw(server, request_line, *headers):
+    """The status of a request that no client library would send like this."""
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        lines = [request_line, "Host: x", "Connection: close", *headers, "", ""]
+        connection.sendall("\r\n".join(lines).encode())
+        return int(connection.makefile("rb").readline().split()[1])
+
+
+def test_every_key_opens(guarded):
+    for key in (KEY, OTHER):
+        response = guarded.http.get("/v1/models", headers={"authorization": f"Bearer {key}"})
+        assert response.status_code == 200
+    response = guarded.http.get("/v1/models", headers={"authorization": f"bearer {KEY}"})
+    assert response.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "header",
+    ["", KEY, f"Basic {KEY}", "Bearer", f"Bearer {KEY}x", f"Bearer {KEY[:-1]}",
+     f"Bearer {KEY.upper()}", f"Bearer {KEY} {KEY}", "Bearer \xff"],
+)  # fmt: skip
+def test_nothing_else_does(guarded, header):
+    headers = {"authorization": header.encode("latin-1")} if header else {}
+    response = guarded.http.get("/v1/models", headers=headers)
+    assert response.status_code == 401
+    assert response.json()["error"]["code"] == "invalid_api_key"
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "TRACE"])
+@pytest.mark.parametrize("path", PATHS)
+def test_no_method_goes_round_the_key(guarded, method, path):
+    assert raw(guarded, f"{method} {path} HTTP/1.1") == 401
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["//v1/models", "/V1/MODELS", "/v1//models", "/v1/models/", "/health/../v1/models",
+     "/ping/../v1/models", "/%76%31/models", "/health%2f..%2fv1/models", "/health/", "//health",
+     "/HEALTH", "/v1/models?x=/health", "/v1/models#/health", "/v1/models;/health",
+     "http://x/v1/models"],
+)  # fmt: skip
+def test_no_spelling_goes_round_the_key(guarded, path):
+    assert raw(guarded, f"GET {path} HTTP/1.1") in (400, 401)
+
+
+def test_health_needs_no_key(guarded):
+    for path in ("/health", "/ping"):
+        assert guarded.http.get(path).status_code == 200
+
+
+def test_cross_origin(guarded, fake):
+    preflight = {"origin": ORIGIN, "access-control-request-method": "POST"}
+    response = guarded.http.options("/v1/completions", headers=preflight)
+    assert response.status_code == 200
+    assert response.headers["access-control-allow-origin"] == ORIGIN
+    response = guarded.http.options("/v1/completions", headers=preflight | {"origin": "https://x"})
+    assert "access-control-allow-origin" not in response.headers
+    response = fake.http.options("/v1/completions", headers=preflight)
+    assert "access-control-allow-origin" not in response.headers
+    response = fake.http.get("/health", headers=preflight)
+    assert "access-control-allow-origin" not in response.headers
+
+
+def test_request_ids(fake):
+    ids = set()
+    for _ in range(2):
+        response = fake.http.post(
+            "/v1/completions", json={"prompt": "ab"}, headers={"x-request-id": "mine"}
+        )
+        assert response.headers["x-request-id"] == "mine"
+        assert response.json()["id"].startswith("cmpl-mine-")
+        ids.add(response.json()["id"])
+    assert len(ids) == 2
+    for bad in ("a b", "x" * 129, "é", "<script>"):
+        response = fake.http.get("/health", headers={"x-request-id": bad.encode("latin-1")})
+        assert re.fullmatch("[0-9a-f]{32}", response.headers["x-request-id"])
+    assert fake.http.get("/nothing").headers["x-request-id"]
+
+
+def test_the_log_is_json_and_keeps_prompts_and_keys_to_itself(guarded):
+    headers = {"authorization": f"Bearer {KEY}", "x-request-id": "logged"}
+    body = {"prompt": "very private", "max_tokens": 8}
+    assert guarded.http.post("/v1/completions", json=body, headers=headers).status_code == 200
+    guarded.http.post("/v1/completions", json={"prompt": {"very": "private"}}, headers=headers)
+    guarded.wait_for(r'"status": 400')
+    for line in guarded.log.splitlines():
+        json.loads(line)
+    entry = next(json.loads(line) for line in guarded.lines if '"logged-' in line)
+    assert (entry["method"], entry["path"], entry["status"]) == ("POST", "/v1/completions", 200)
+    assert entry["seconds"] > 0
+    assert "private" not in guarded.log
+    assert "secret" not in guarded.log
