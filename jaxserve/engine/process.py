@@ -172,7 +172,8 @@ class EngineProcess(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         for message in self._reader.feed(data):
-            self._take(message)
+            if not self._ended.done():
+                self._take(message)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end(EngineDeadError("the engine's process has died"))

@@ -179,7 +179,6 @@ async def health(service: Ready) -> Response:
 
 
 @_router.get("/ping", response_class=Response)
-@_router.post("/ping", response_class=Response)
 async def ping(service: Ready) -> Response:
     return Response()
 

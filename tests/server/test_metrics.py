@@ -1,5 +1,9 @@
 """/metrics: vLLM's names, and figures that add up."""
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -83,7 +87,6 @@ def test_the_prefix_cache_is_forgotten(server):
 def test_small_routes(server):
     assert server.http.get("/load").json() == {"server_load": 0}
     assert server.http.get("/version").json() == {"version": "0.1.0"}
-    assert server.post("/ping").status_code == 200
     assert server.http.get("/ping").status_code == 200
     (model,) = server.http.get("/v1/models").json()["data"]
     assert (model["id"], model["max_model_len"]) == ("fake", 512)
@@ -105,3 +108,13 @@ def test_the_api_document(server):
         assert "422" not in post["responses"]
         assert set(post["responses"]) == {"200", "4XX", "503"}
         assert set(post["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
+
+
+def test_the_dashboard_asks_for_what_there_is(server):
+    server.post("/v1/completions", prompt="hello")
+    families = text_string_to_metric_families(server.http.get("/metrics").text)
+    known = {sample.name for family in families for sample in family.samples}
+    dashboard = json.loads((Path(__file__).parents[2] / "docs" / "grafana.json").read_text())
+    asked = re.findall(r"jaxserve:\w+", json.dumps(dashboard))
+    assert len(set(asked)) >= 12
+    assert set(asked) <= known

@@ -100,7 +100,7 @@ def test_impossible_completions(fake, changes, param):
         ({"top_logprobs": 1}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
         ({"logprobs": 1}, "logprobs"),
-        ({"max_completion_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"continue_final_message": True}, None),
         ({"tools": [{"type": "function"}]}, None),
         ({"response_format": {"type": "json_object"}}, None),

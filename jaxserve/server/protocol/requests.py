@@ -80,7 +80,6 @@ class _SamplingBody(_Body):
     ) = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Count | None = None
     # vLLM's.
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -147,6 +146,8 @@ class CompletionRequest(_SamplingBody):
     unsupported = {"suffix": "", "best_of": 1, "structured_outputs": {}}
 
     prompt: Prompt
+    max_tokens: Count | None = None
+    """0, with echo, is for the prompt's log-probabilities alone."""
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=1024)] | None = None
     add_special_tokens: bool = True
@@ -227,7 +228,8 @@ class ChatCompletionRequest(_ChatBody, _SamplingBody):
         "structured_outputs": {},
     }
 
-    max_completion_tokens: Count | None = None
+    max_tokens: Annotated[Count, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[Count, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=1024)] | None = None
 
