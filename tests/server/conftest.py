@@ -95,8 +95,12 @@ class Server:
         self._changed = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        self.url = self.wait_for(r"listening on (http://[\w.:]+)")[1]
-        self.http = httpx2.Client(base_url=self.url, timeout=60)
+        try:
+            self.url = self.wait_for(r"listening on (http://[\w.:]+)")[1]
+            self.http = httpx2.Client(base_url=self.url, timeout=60)
+        except BaseException:
+            self.process.kill()
+            raise
 
     def _read(self) -> None:
         for line in self.process.stderr:
@@ -212,8 +216,8 @@ def start_fake(start_server: Callable[..., Server], model_folder: Path) -> Calla
 
 @pytest.fixture(scope="session")
 def fake(start_fake: Callable[..., Server]) -> Server:
-    """The server that most tests share."""
-    return start_fake("--step-time", "0.001").ready()
+    """The server that most tests share; long prompts take several steps."""
+    return start_fake("--step-time", "0.001", "--max-num-batched-tokens", "64").ready()
 
 
 def events_of(server: Server, path: str, **body: Any) -> list[dict[str, Any]]:

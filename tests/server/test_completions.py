@@ -204,7 +204,7 @@ def test_fault_13_two_answers_with_logprobs_streamed(fake, events):
 
 
 def test_a_long_prompt_echoed_in_a_stream(fake, events):
-    # Longer than a step's token budget would be: the prompt's log-probabilities come in parts.
+    # Longer than a step's token budget: the prompt's log-probabilities come in parts.
     body = {"prompt": [71 + i % 20 for i in range(300)], "max_tokens": 3, "echo": True}
     chunks = by_index(events(fake, "/v1/completions", **body, logprobs=0, n=2))
     for choices in chunks.values():
