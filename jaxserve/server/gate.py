@@ -88,17 +88,19 @@ class Gate:
     def _log(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
         if scope["state"].get("disconnected"):
             status = 499
+        # As it came, percent-encoded: a decoded line end would forge a line of the log.
+        path = scope["raw_path"].decode("ascii", "backslashreplace")
         logger.info(
             "%s %s %d %.3f s %s",
             scope["method"],
-            scope["path"],
+            path,
             status,
             seconds,
             request_id,
             extra={
                 "fields": {
                     "method": scope["method"],
-                    "path": scope["path"],
+                    "path": path,
                     "status": status,
                     "seconds": round(seconds, 4),
                     "request_id": request_id,

@@ -114,3 +114,9 @@ def test_the_log_is_json_and_keeps_prompts_and_keys_to_itself(guarded):
     assert entry["seconds"] > 0
     assert "private" not in guarded.log
     assert "secret" not in guarded.log
+
+
+def test_no_path_forges_a_line_of_the_log(fake):
+    assert raw(fake, "GET /a%0aforged%20line HTTP/1.1") == 404
+    fake.wait_for(r"GET /a%0aforged%20line 404")
+    assert "\nforged" not in fake.log

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 FLAGS = (
-    "--load-format", "dummy", "--max-model-len", "128", "--max-num-seqs", "4",
-    "--max-num-batched-tokens", "8", "--block-size", "8", "--kv-cache-memory-bytes", "1000000",
+    "--load-format", "dummy", "--max-model-len", "128", "--max-num-seqs", "2",
+    "--max-num-batched-tokens", "4", "--block-size", "8", "--kv-cache-memory-bytes", "1000000",
     "--compilation-cache-dir", "",
 )  # fmt: skip
 GREEDY = {"temperature": 0, "max_tokens": 20, "ignore_eos": True}
