@@ -1,6 +1,6 @@
 """All that a user can set. Flags and keyword arguments fill these; nothing else configures."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 Dtype = Literal["auto", "float32", "bfloat16"]
@@ -15,8 +15,8 @@ class EngineConfig:
     """
 
     model: str
-    """A Hugging Face folder, a .gguf file, a checkpoint written by `jaxserve convert`, or
-    "smollm2-135m" (the demo model)."""
+    """A Hugging Face folder, org/name on the hub, a .gguf file, a checkpoint written by
+    `jaxserve convert`, or "smollm2-135m" (the demo model)."""
     dtype: Dtype = "auto"
     """Compute and cache type; "auto": bfloat16 on a GPU, float32 on a CPU."""
     load_format: LoadFormat = "auto"
@@ -45,7 +45,8 @@ class EngineConfig:
     seed: int = 0
     """Of dummy weights, and of requests that bring no seed."""
     compilation_cache_dir: str | None = None
-    """Where compiled steps are kept; None: a folder in the user's cache; "": nowhere."""
+    """Where this process keeps compiled steps; None: a folder in the user's cache, unless a place
+    was chosen before; "": JAX's own setting."""
 
     def __post_init__(self) -> None:
         def check(condition: bool, name: str, allowed: str) -> None:
@@ -55,7 +56,13 @@ class EngineConfig:
         def choice(name: str, *allowed: str) -> None:
             check(getattr(self, name) in allowed, name, "one of " + ", ".join(allowed))
 
-        check(bool(self.model), "model", "a path or a known model name")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            optional = field.type == (int | None)
+            if field.type is int or (optional and value is not None):
+                whole = isinstance(value, int) and not isinstance(value, bool)
+                check(whole, field.name, "an integer")
+        check(isinstance(self.model, str) and bool(self.model), "model", "a path or a known name")
         choice("dtype", "auto", "float32", "bfloat16")
         choice("load_format", "auto", "dummy")
         choice("scheduling_policy", "fcfs", "priority")

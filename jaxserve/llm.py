@@ -3,9 +3,11 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 from tqdm.auto import tqdm
 
 from jaxserve.config import EngineConfig
@@ -75,13 +77,25 @@ class LLM:
         (an empty or too long prompt, an id outside the vocabulary), the others finish first and
         RequestErrors then says which and why, with their outputs.
         """
-        prompts = _as_prompts(prompts)
-        params = _one_each(sampling_params, len(prompts), "sampling_params", SamplingParams())
-        priorities = _one_each(priority, len(prompts), "priority", 0)
+        return self._generate(
+            _as_prompts(prompts), lambda prompt: prompt, sampling_params, priority, use_tqdm
+        )
+
+    def _generate[T](
+        self,
+        inputs: Sequence[T],
+        as_prompt: Callable[[T], Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: Sequence[int] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        params = _one_each(sampling_params, len(inputs), "sampling_params", SamplingParams())
+        priorities = _one_each(priority, len(inputs), "priority", 0)
         submissions: list[Submission | None] = []
         errors: dict[int, str] = {}
-        for i, prompt in enumerate(prompts):
+        for i, value in enumerate(inputs):
             try:
+                prompt = as_prompt(value)
                 submissions.append(self.engine.prepare(prompt, params[i], priority=priorities[i]))
             except ValueError as error:
                 errors[i] = str(error)
@@ -108,15 +122,12 @@ class LLM:
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
         if self.tokenizer is None:
             raise ValueError("chat needs a tokenizer, and this engine has none")
-        prompts = [
-            self.tokenizer.encode_chat(
-                conversation,
-                add_generation_prompt=add_generation_prompt,
-                chat_template=chat_template,
-            )
-            for conversation in conversations
-        ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        encode = partial(
+            self.tokenizer.encode_chat,
+            add_generation_prompt=add_generation_prompt,
+            chat_template=chat_template,
+        )
+        return self._generate(conversations, encode, sampling_params, None, use_tqdm)
 
     def stats(self) -> EngineStats:
         """A moment of the engine: requests, blocks, prefix cache."""
@@ -151,8 +162,7 @@ class LLM:
                             progress.update()
         except BaseException:
             # Also for Ctrl-C in a notebook: the engine stays usable.
-            for request_id in by_id:
-                self.engine.abort(request_id)
+            self.engine.reset()
             raise
 
 
@@ -201,7 +211,7 @@ class AsyncLLM:
                 yield submission.output
         finally:
             if not stream.finished and stream.error is None:
-                self._engine.abort(submission.output.request_id)
+                self._engine.leave(submission.output.request_id, stream)
 
     async def chat(
         self, messages: Messages, sampling_params: SamplingParams | None = None, **kwargs: Any
@@ -234,7 +244,8 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt is a string, a mapping or a flat sequence of ids; anything else is many."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if len(prompts) and all(not isinstance(p, str | Mapping | Sequence) for p in prompts):
+    many = str | Mapping | Sequence | np.ndarray
+    if len(prompts) and all(not isinstance(prompt, many) for prompt in prompts):
         return [prompts]
     return list(prompts)
 

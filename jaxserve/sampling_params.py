@@ -21,7 +21,8 @@ def _is_int(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    # Finite by comparison, since an integer may be too large for a float.
+    return isinstance(value, Real) and not isinstance(value, bool) and abs(value) < math.inf
 
 
 def _is_ids(value: object) -> bool:
@@ -136,17 +137,17 @@ class SamplingParams:
         )
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         _check(
-            self.max_tokens is None or (_is_int(self.max_tokens) and self.max_tokens >= 1),
+            self.max_tokens is None or (_is_int(self.max_tokens) and 1 <= self.max_tokens < 2**31),
             "max_tokens",
-            "None or an integer of at least 1",
+            "None or an integer from 1 to 2**31 - 1",
             self.max_tokens,
         )
         _check(
             _is_int(self.min_tokens)
-            and self.min_tokens >= 0
+            and 0 <= self.min_tokens < 2**31
             and (self.max_tokens is None or self.min_tokens <= self.max_tokens),
             "min_tokens",
-            f"an integer from 0 to max_tokens ({self.max_tokens})",
+            f"an integer from 0 to max_tokens ({self.max_tokens or 2**31 - 1})",
             self.min_tokens,
         )
         for name in ("logprobs", "prompt_logprobs"):

@@ -117,7 +117,7 @@ def _read_line(
     """Fill in what the line asks for. ValueError if it makes no sense."""
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from error
     if not isinstance(record, Mapping):
         raise ValueError(f"must be a JSON object, got {record!r}")

@@ -45,6 +45,16 @@ class AsyncEngine:
         """End a request soon; nothing happens if it, or the engine, is gone."""
         self._loop.abort(request_id)
 
+    def leave(self, request_id: str, stream: RequestStream) -> None:
+        """Abort the request that feeds `stream`, and no other of the same id."""
+
+        def abort() -> None:
+            if self._streams.get(request_id) is stream:
+                self._deliver(self.engine.abort(request_id))
+
+        if self._loop.is_running:
+            self._loop.call(abort, lambda error: None)
+
     async def stats(self) -> EngineStats:
         """The engine's figures, read between two steps."""
         return await self._call(self.engine.stats)

@@ -60,6 +60,7 @@ class Engine:
         self._seeds = random.Random(config.seed)
         self._request_numbers = itertools.count()
         self._num_steps = 0
+        self._closed = False
         self._steps = StepStats()
         self._resolved_s = 0.0
 
@@ -130,12 +131,21 @@ class Engine:
         priority: int = 0,
     ) -> Submission:
         """Check a request against this model and set up its state; ValueError if it cannot be."""
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params must be SamplingParams, got {params!r}")
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise ValueError(f"priority must be an integer, got {priority!r}")
+        if not isinstance(request_id, str | None):
+            raise ValueError(f"request_id must be a string, got {request_id!r}")
         text, ids = self.encode(prompt)
         self._check_prompt(ids)
         ids = [int(i) for i in ids]
         bad_words = self._check_params(params)
+        # Sequences have names of their own: two requests of one id may follow each other while
+        # a step of the first is still in flight.
+        number = next(self._request_numbers)
         if request_id is None:
-            request_id = f"request-{next(self._request_numbers)}"
+            request_id = f"request-{number}"
         room = self.max_model_len - len(ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         eos = frozenset() if params.ignore_eos else self._parts.eos_token_ids
@@ -153,7 +163,7 @@ class Engine:
         has_bias = bool(params.logit_bias or params.allowed_token_ids or single)
         for index in range(params.n):
             request = Request(
-                request_id=request_id if params.n == 1 else f"{request_id}#{index}",
+                request_id=f"{number}.{index}",
                 prompt_token_ids=ids,
                 max_tokens=max_tokens,
                 stop_token_ids=eos | frozenset(params.stop_token_ids),
@@ -247,10 +257,22 @@ class Engine:
         if not children:
             del self._children[state.parent_id]
 
+    def reset(self) -> None:
+        """Forget every request and cached prefix, also after a step that was cut off."""
+        parts = self._parts
+        self._scheduler = Scheduler(self.scheduler_config)
+        self._states.clear()
+        self._children.clear()
+        self._in_flight.clear()
+        if any(array.is_deleted() for array in jax.tree.leaves((parts.kv_caches, parts.slots))):
+            parts.make_state()
+
     # The loop.
 
     def step(self) -> list[OutputDelta]:
         """Launch the next step, then read the one before it; returns what that one has produced."""
+        if self._closed:
+            raise RuntimeError("the engine is closed")
         scheduled = self._scheduler.schedule()
         if scheduled is not None:
             self._launch(scheduled)
@@ -349,7 +371,8 @@ class Engine:
 
     def close(self) -> None:
         """Free the device memory. The engine cannot be used afterwards; closing twice is fine."""
-        for request_id in list(self._children):
-            self.abort(request_id)
+        self._closed = True
+        self._states.clear()
+        self._children.clear()
         self._in_flight.clear()
         self._parts.free()

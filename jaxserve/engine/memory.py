@@ -49,9 +49,10 @@ def num_kv_blocks(
     needed = -(-max_model_len // block_size) + 1
     if num_blocks < needed:
         fits = max(num_blocks - 1, 0) * block_size
+        advice = f"max_model_len={fits} would fit" if fits else "not even one block fits"
         raise ValueError(
             f"the KV cache of one request of max_model_len={max_model_len} needs "
             f"{needed * bytes_per_block:,} bytes, but there are {budget.kv_cache_bytes:,} "
-            f"({budget.source}); max_model_len={fits} would fit"
+            f"({budget.source}); {advice}"
         )
     return num_blocks

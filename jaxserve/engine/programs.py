@@ -12,11 +12,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import platformdirs
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxserve.engine.buckets import Bucket
-from jaxserve.engine.forward_batch import BatchLayout
+from jaxserve.engine.forward_batch import NO_TARGET, BatchLayout
 from jaxserve.engine.step import make_step
 from jaxserve.model.definition import ModelDefinition
 from jaxserve.sampling import load_slot, new_slot_state
@@ -36,11 +37,23 @@ class Programs:
     """Largest scratch memory of any step on one device."""
 
 
-def use_compilation_cache(folder: Path) -> None:
-    """Keep compiled programs of this process in `folder`, unless its owner has chosen a place."""
-    if jax.config.jax_compilation_cache_dir is None:
-        jax.config.update("jax_compilation_cache_dir", str(folder))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+def use_compilation_cache(folder: str | None) -> None:
+    """Keep this process's compiled programs in `folder`; None: in the user's cache, unless a place
+    was chosen before; "": leave JAX's setting alone.
+
+    JAX has one place for a process: ValueError if `folder` is not the one that is in use.
+    """
+    current = jax.config.jax_compilation_cache_dir
+    if folder == "" or (folder is None and current is not None):
+        return
+    chosen = folder or str(Path(platformdirs.user_cache_dir("jaxserve")) / "compiled")
+    if current is not None and current != chosen:
+        raise ValueError(
+            f"compilation_cache_dir must be {current!r}, which this process uses already, "
+            f"got {folder!r}"
+        )
+    jax.config.update("jax_compilation_cache_dir", chosen)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
 def abstract_arguments(
@@ -103,5 +116,5 @@ def compile_programs(
 def padding_batch(layout: BatchLayout) -> np.ndarray:
     """A packed batch without a request: what warm-up runs."""
     packed = np.zeros(layout.size, np.int32)
-    layout.split(packed)[1].fill(-1)
+    layout.split(packed)[1].fill(NO_TARGET)
     return packed

@@ -4,12 +4,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import platformdirs
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -49,6 +47,13 @@ class EngineParts:
     slots: SlotState
     phases_s: dict[str, float]
 
+    def make_state(self) -> None:
+        """Make the KV cache and the slots' state anew, empty."""
+        config, mesh = self.scheduler_config, self.replicated.mesh
+        self.kv_caches = self.definition.init_kv_caches(config.num_blocks, config.block_size, mesh)
+        vocab_size = self.definition.config.vocab_size
+        self.slots = _make_slots(config.max_num_seqs, vocab_size, self.replicated)
+
     def free(self) -> None:
         """Delete the device arrays."""
         for array in jax.tree.leaves((self.params, self.kv_caches, self.slots)):
@@ -70,9 +75,7 @@ class _Phases:
 def start(config: EngineConfig) -> EngineParts:
     """Load, size, compile, warm up. ValueError or OSError says in one line what is wrong."""
     phase = _Phases()
-    if config.compilation_cache_dir != "":
-        default = Path(platformdirs.user_cache_dir("jaxserve")) / "compiled"
-        use_compilation_cache(Path(config.compilation_cache_dir or default))
+    use_compilation_cache(config.compilation_cache_dir)
 
     with phase("resolve"):
         folder = resolve_model(config.model)
@@ -96,9 +99,14 @@ def start(config: EngineConfig) -> EngineParts:
                 f"max_model_len={max_model_len} is more than the model was made for "
                 f"({model_config.max_position_embeddings})"
             )
-        max_num_seqs = config.max_num_seqs or (256 if on_gpu else 64)
         max_num_batched_tokens = config.max_num_batched_tokens or (2048 if on_gpu else 256)
-        max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
+        default = min(256 if on_gpu else 64, max_num_batched_tokens)
+        max_num_seqs = config.max_num_seqs or default
+        if max_num_seqs > max_num_batched_tokens:
+            raise ValueError(
+                f"max_num_seqs must be at most max_num_batched_tokens={max_num_batched_tokens}, "
+                f"got {max_num_seqs}"
+            )
 
     with phase("tokenizer"):
         tokenizer = None if config.skip_tokenizer_init else Tokenizer(folder)
@@ -124,10 +132,7 @@ def start(config: EngineConfig) -> EngineParts:
         # A cache that cannot fit even without weights is refused before they are loaded.
         blocks_beside(0)
         params = load_model_params(folder, definition, mesh, config.load_format, config.seed)
-        slots = jax.jit(
-            lambda: new_slot_state(max_num_seqs, model_config.vocab_size),
-            out_shardings=NamedSharding(mesh, P()),
-        )()
+        slots = _make_slots(max_num_seqs, model_config.vocab_size, NamedSharding(mesh, P()))
         jax.block_until_ready((params, slots))
 
     with phase("compile"):
@@ -168,3 +173,7 @@ def start(config: EngineConfig) -> EngineParts:
         slots=slots,
         phases_s=phase.seconds,
     )
+
+
+def _make_slots(max_num_seqs: int, vocab_size: int, sharding: NamedSharding) -> SlotState:
+    return jax.jit(lambda: new_slot_state(max_num_seqs, vocab_size), out_shardings=sharding)()

@@ -1,9 +1,11 @@
 """The engine through LLM: the batch never changes an answer, and nothing is lost."""
 
+import dataclasses
 import random
 
 import jax
 import jax.monitoring
+import numpy as np
 import pytest
 
 from jaxserve import LLM, RequestErrors, SamplingParams
@@ -227,6 +229,8 @@ def test_a_bad_prompt_among_good_ones(llm, prompts, solo, prompt, says):
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
+        ({"min_tokens": 10**29, "max_tokens": 10**30}, "max_tokens must be None or an integer"),
+        ({"temperature": 10**400}, "temperature must be a number from 0 to 100"),
         ({"stop_token_ids": [256]}, "stop_token_ids must name token ids from 0 to 255, got 256"),
         ({"logit_bias": {2**31: 1.0}}, "logit_bias must name token ids .* got 2147483648"),
         ({"allowed_token_ids": [999]}, "allowed_token_ids must name token ids .* got 999"),
@@ -306,6 +310,114 @@ def test_an_interrupted_call_leaves_the_engine_usable(llm, prompts, solo, monkey
     monkeypatch.undo()
     assert tokens(llm.generate(prompts[:2], GREEDY, use_tqdm=False)) == solo[:2]
     assert is_idle(llm)
+
+
+@pytest.mark.parametrize("moment", ["build", "launched"])
+def test_a_step_that_was_cut_off_leaves_the_engine_usable(llm, prompts, solo, monkeypatch, moment):
+    """Whether the device got the step or not, later calls answer as ever."""
+    engine = llm.engine
+    builder, programs = engine._builder, engine._parts.programs
+    calls = iter(range(100))
+
+    def interrupted(call):
+        def run(*args):
+            result = call(*args) if moment == "launched" else None
+            if next(calls) == 5:
+                raise KeyboardInterrupt
+            return call(*args) if result is None else result
+
+        return run
+
+    if moment == "build":
+        monkeypatch.setattr(builder, "build", interrupted(builder.build))
+    else:
+        steps = {bucket: interrupted(step) for bucket, step in programs.steps.items()}
+        monkeypatch.setattr(engine._parts, "programs", dataclasses.replace(programs, steps=steps))
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(prompts[:8], GREEDY, use_tqdm=False)
+    monkeypatch.undo()
+    assert tokens(llm.generate(prompts, GREEDY, use_tqdm=False)) == solo
+    assert is_idle(llm)
+
+
+def test_ids_that_look_like_sequences_do_not_collide(llm, prompts, solo):
+    engine = llm.engine
+    params = SamplingParams(n=2, temperature=0, max_tokens=24, ignore_eos=True)
+    submissions = [
+        engine.prepare(prompts[0], GREEDY, request_id="x#1"),
+        engine.prepare(prompts[1], params, request_id="x"),
+    ]
+    for submission in submissions:
+        engine.add(submission)
+    outputs = {s.output.request_id: s.output for s in submissions}
+    while engine.has_unfinished:
+        for delta in engine.step():
+            outputs[delta.request_id].apply(delta)
+    assert outputs["x#1"].outputs[0].token_ids == solo[0]
+    assert [o.token_ids for o in outputs["x"].outputs] == [solo[1]] * 2
+
+
+def test_an_id_may_be_used_again_after_an_abort(llm, prompts):
+    """The old request's step in flight tells the new one nothing."""
+    engine = llm.engine
+    params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1)
+    prompt, other = [p for p in prompts if 8 < len(p) <= 16][:2]
+    (expected,) = llm.generate(prompt, params, use_tqdm=False)
+    engine.add(engine.prepare(other, params, request_id="a"))
+    engine.step()
+    engine.abort("a")
+    submission = engine.prepare(prompt, params, request_id="a")
+    engine.add(submission)
+    while engine.has_unfinished:
+        for delta in engine.step():
+            submission.output.apply(delta)
+    assert submission.output.prompt_logprobs == expected.prompt_logprobs
+    assert submission.output.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+def test_cached_tokens_are_reported(llm, prompts):
+    prompt = next(p for p in prompts if len(p) > 30)
+    llm.generate(prompt, GREEDY, use_tqdm=False)
+    (output,) = llm.generate(prompt, GREEDY, use_tqdm=False)
+    assert output.num_cached_tokens == (len(prompt) - 1) // 8 * 8
+
+
+def test_numpy_prompts(llm, prompts, solo):
+    arrays = [np.array(prompt) for prompt in prompts[:2]]
+    assert tokens(llm.generate(arrays, GREEDY, use_tqdm=False)) == solo[:2]
+    assert tokens(llm.generate(arrays[0], GREEDY, use_tqdm=False)) == solo[:1]
+
+
+def test_parameters_of_the_wrong_type_among_good_ones(llm, prompts, solo):
+    with pytest.raises(RequestErrors, match="must be SamplingParams") as raised:
+        llm.generate(prompts[:2], [GREEDY, {"temperature": 0}], use_tqdm=False)
+    assert tokens(raised.value.outputs[:1]) == solo[:1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"max_model_len": "64"}, "max_model_len must be an integer, got '64'"),
+        ({"max_num_seqs": 2.5}, "max_num_seqs must be an integer, got 2.5"),
+        ({"block_size": 12}, "block_size must be 8, 16, 32, 64 or 128, got 12"),
+        ({"dtype": "float16"}, "dtype must be one of auto, float32, bfloat16"),
+        (
+            {"max_num_seqs": 64, "max_num_batched_tokens": 16},
+            "max_num_seqs must be at most max_num_batched_tokens=16, got 64",
+        ),
+    ],
+)
+def test_impossible_configurations(tiny_folder, fields, says):
+    with pytest.raises(ValueError, match=says):
+        LLM(str(tiny_folder), load_format="dummy", skip_tokenizer_init=True, **fields)
+
+
+def test_a_closed_engine_says_so(tiny_folder):
+    fields = {"load_format": "dummy", "skip_tokenizer_init": True, "max_num_batched_tokens": 1}
+    llm = LLM(str(tiny_folder), kv_cache_memory_bytes=4 << 20, max_model_len=64, **fields)
+    llm.close()
+    with pytest.raises(RuntimeError, match="the engine is closed"):
+        llm.generate([3], use_tqdm=False)
 
 
 def test_two_engines_and_close(tiny_folder, prompts):
