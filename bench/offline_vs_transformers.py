@@ -116,43 +116,43 @@ def main() -> None:
         "threads": args.threads,
     }
     pythons = {"jaxserve": sys.executable, "transformers": args.transformers_python}
-    runs: dict[str, list[dict]] = {engine: [] for engine in ENGINES}
-    for _ in range(args.passes):
-        for engine, python in pythons.items():
-            runs[engine].append(in_process(engine, python, job))
-
-    result = describe(args.threads) | {
+    about = describe(args.threads) | {
         "benchmark": "offline_vs_transformers",
         "model": args.model,
         "dtype": "float32",
         "workload": f"{args.num_requests} x {args.input_len}/{args.output_len}",
-        "engines": {},
     }
-    num_tokens = args.num_requests * args.output_len
-    for engine, passes in runs.items():
-        for done in passes:
+    runs: dict[str, list[dict]] = {engine: [] for engine in ENGINES}
+    for _ in range(args.passes):
+        for engine, python in pythons.items():
+            done = in_process(engine, python, job)
             assert all(len(ids) == args.output_len for ids in done["token_ids"]), "short outputs"
+            runs[engine].append(done)
+        # After each pair, since one takes minutes.
+        write_result(args.output, about | summarise(runs, args.num_requests * args.output_len))
+
+
+def summarise(runs: dict[str, list[dict]], num_tokens: int) -> dict:
+    """Rates of each engine, the median ratio of the pairs, and how many outputs are the same."""
+    engines = {}
+    for engine, passes in runs.items():
         rates = [num_tokens / done["seconds"] for done in passes]
         spread = max(rates) / min(rates) - 1
-        result["engines"][engine] = {
+        engines[engine] = {
             "output_tokens_per_s": [round(rate, 2) for rate in rates],
             "spread": round(spread, 3),
             "flagged": spread > 0.15,
         }
-    result["versions"] |= runs["transformers"][0]["versions"]
-    ratios = [
-        theirs["seconds"] / ours["seconds"]
-        for ours, theirs in zip(runs["jaxserve"], runs["transformers"], strict=True)
-    ]
-    result["ratio_median"] = round(statistics.median(ratios), 2)
-    equal = sum(
-        ours == theirs
-        for ours, theirs in zip(
-            runs["jaxserve"][0]["token_ids"], runs["transformers"][0]["token_ids"], strict=True
-        )
-    )
-    result["requests_with_equal_tokens"] = equal
-    write_result(args.output, result)
+    pairs = list(zip(runs["jaxserve"], runs["transformers"], strict=True))
+    ratios = [theirs["seconds"] / ours["seconds"] for ours, theirs in pairs]
+    ours, theirs = pairs[0]
+    equal = sum(a == b for a, b in zip(ours["token_ids"], theirs["token_ids"], strict=True))
+    return {
+        "engines": engines,
+        "transformers_versions": theirs["versions"],
+        "ratio_median": round(statistics.median(ratios), 2),
+        "requests_with_equal_tokens": equal,
+    }
 
 
 if __name__ == "__main__":
