@@ -19,7 +19,8 @@ REQUIREMENTS := pyproject.toml tools/constraints.txt
 
 export PROMPT
 demo: .venv/.installed
-	$(BIN)/jaxserve generate --model smollm2-135m --chat --temperature 0 --prompt "$$PROMPT"
+	$(BIN)/jaxserve generate --model smollm2-135m --chat --temperature 0 \
+		--max-num-batched-tokens 32 --prompt "$$PROMPT"
 
 test: .venv/.installed-test
 	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
