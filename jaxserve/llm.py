@@ -149,7 +149,10 @@ class LLM:
             for submission in submissions:
                 self.engine.add(submission)
             with tqdm(
-                total=len(by_id), unit="request", disable=not use_tqdm, dynamic_ncols=True
+                total=len(by_id),
+                unit="request",
+                disable=not use_tqdm or not by_id,
+                dynamic_ncols=True,
             ) as progress:
                 while self.engine.has_unfinished:
                     for delta in self.engine.step():

@@ -25,6 +25,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0, 1 (error), 2 (usage), 130 (Ctrl-C) or 141 (the
     reader of the output has gone). Results go to stdout, everything else to stderr."""
     args = _parser().parse_args(argv)
+    if sys.stdout is None:
+        # The shell's >&- closes it; then there is nowhere to write an answer to.
+        print("jaxserve: error: standard output is closed", file=sys.stderr)
+        return EXIT_ERROR
     # A terminal that lacks a character must not cost the answer.
     sys.stdout.reconfigure(errors="backslashreplace")
     try:

@@ -182,7 +182,7 @@ def _generate(llm: "LLM", jobs: list[Job], template: str | None, *, quiet: bool)
     seconds = time.monotonic() - begin
     for job, output in zip(ready, outputs, strict=True):
         job.output = output
-    if not quiet:
+    if ready and not quiet:
         print(_summary([o for o in outputs if o is not None], seconds), file=sys.stderr)
 
 
@@ -262,6 +262,9 @@ def _destination(path: Path | None) -> Iterator[TextIO]:
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise UsageError(f"--output-file {path} must name a file in a folder that exists")
     partial = path.with_name(path.name + ".partial")
-    with partial.open("w", encoding="utf-8", errors="backslashreplace") as file:
-        yield file
-    partial.replace(path)
+    try:
+        with partial.open("w", encoding="utf-8", errors="backslashreplace") as file:
+            yield file
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

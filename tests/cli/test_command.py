@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-import time
 from dataclasses import fields
 from pathlib import Path
 
@@ -66,6 +65,12 @@ def test_debug_shows_the_traceback(cli):
         cli(*GENERATE, "--prompt", "bug", "--debug")
 
 
+def test_closed_stdout():
+    command = ("bash", "-c", '"$0" -m jaxserve collect-env >&-', sys.executable)
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (1, "jaxserve: error: standard output is closed\n")
+
+
 def test_ctrl_c(cli, engines):
     assert cli(*GENERATE, "--prompt", "interrupt") == (130, "", "")
     assert engines[0].closed
@@ -81,18 +86,16 @@ def test_every_field_is_a_flag_with_its_default(cli):
     assert "(default: 0.9)" in text
 
 
-def test_help_comes_at_once():
-    """Under half a second of this process's own time, and without the heavy libraries."""
+def test_help_needs_no_heavy_library():
     program = (
         "import sys, jaxserve.cli\n"
+        "try:\n    jaxserve.cli.main(['generate', '--help'])\n"
+        "except SystemExit:\n    pass\n"
         "heavy = {'jax', 'numpy', 'flax', 'transformers'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True)
-    begin = time.monotonic()
-    done = subprocess.run([*RUN, "generate", "--help"], capture_output=True, check=True)
-    assert done.stdout.startswith(b"usage: jaxserve generate")
-    assert time.monotonic() - begin < 2  # much more than it takes, for busy machines
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert done.stdout.startswith(b"usage: ")
 
 
 def test_a_reader_that_leaves_ends_the_command_quietly():

@@ -198,6 +198,12 @@ def test_output_file(cli, prompts_file, tmp_path):
     assert [p.name for p in tmp_path.iterdir() if "partial" in p.name] == []
 
 
+def test_an_interrupted_output_file_leaves_nothing(cli, tmp_path):
+    code, _, _ = cli(*MODEL, "--prompt", "interrupt", "--output-file", tmp_path / "out.jsonl")
+    assert code == 130
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_output_file_that_cannot_be_written(cli, engines, tmp_path):
     for path in (tmp_path, tmp_path / "no" / "out"):
         code, out, err = cli(*MODEL, "--prompt", "a", "--output-file", path)
