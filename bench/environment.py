@@ -33,10 +33,12 @@ def versions() -> dict[str, str]:
 
 
 def describe(threads: int) -> dict:
-    """Hardware, versions, date and command of this run."""
+    """Hardware, versions, date and command of this run; absolute paths, which say nothing
+    elsewhere, are cut to their names."""
+    arguments = [Path(a).name if a.startswith("/") else a for a in sys.argv]
     return {
         "date": datetime.now(UTC).date().isoformat(),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join(["python", *arguments]),
         "hardware": {"cpu": cpu_name(), "threads": threads},
         "versions": versions(),
     }
