@@ -12,8 +12,7 @@ import statistics
 import time
 from pathlib import Path
 
-from environment import describe, write_result
-
+from jaxserve.bench.environment import describe, write_result
 from jaxserve.engine.batch_builder import BatchBuilder
 from jaxserve.engine.buckets import make_buckets, pick_bucket
 from jaxserve.engine.forward_batch import BatchLayout

@@ -18,9 +18,9 @@ import time
 from pathlib import Path
 
 import uvloop
-from environment import describe, write_result
 
 from jaxserve import LLM, SamplingParams
+from jaxserve.bench.environment import describe, write_result
 from jaxserve.model.resolve import resolve_model
 
 ROOT = Path(__file__).parent.parent

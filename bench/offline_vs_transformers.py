@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from environment import describe, write_result
+from jaxserve.bench.environment import describe, write_result
 
 
 def run_jaxserve(model: str, requests: list[list[int]], output_len: int, threads: int) -> dict:

@@ -3,11 +3,11 @@
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from jaxserve.cli import chat, environment, generate, serve
+from jaxserve.cli import bench, chat, environment, generate, serve
 from jaxserve.cli.flags import UsageError, add_flags, given
 from jaxserve.config import EngineConfig
 
@@ -59,16 +59,7 @@ def _one_line(error: Exception) -> str:
 
 def _parser() -> Parser:
     parser = Parser(prog="jaxserve", description="LLM inference in JAX.", allow_abbrev=False)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    def command(name: str, run, help_: str) -> Parser:
-        sub = commands.add_parser(
-            name, help=help_, description=help_[0].upper() + help_[1:] + ".", allow_abbrev=False
-        )
-        sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
-        sub.set_defaults(run=run)
-        return sub
-
+    command = _commands_of(parser)
     generate.add_arguments(command("generate", generate.run, "complete prompts or answer messages"))
     serve.add_arguments(command("serve", serve.run, "serve OpenAI's HTTP API"))
     chat.add_arguments(command("chat", chat.run, "hold a conversation in the terminal"))
@@ -76,8 +67,24 @@ def _parser() -> Parser:
     converter.add_argument("model", metavar="MODEL", help="any name that --model takes elsewhere")
     converter.add_argument("out", metavar="OUT", type=Path, help="the new folder")
     add_flags(converter, EngineConfig, only=("dtype", "tensor_parallel_size"))
+    bench.add_arguments(_commands_of(command("bench", None, "measure a server or the engine")))
     command("collect-env", environment.run, "print versions and devices, for reports")
     return parser
+
+
+def _commands_of(parser: Parser) -> Callable[[str, Any, str], Parser]:
+    """What adds a command to `parser`: a name, the function that runs it, and its help."""
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Any, help_: str) -> Parser:
+        sub = commands.add_parser(
+            name, help=help_, description=help_[0].upper() + help_[1:] + ".", allow_abbrev=False
+        )
+        sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        sub.set_defaults(run=run)
+        return sub
+
+    return command
 
 
 def _convert(args: argparse.Namespace) -> int:

@@ -69,6 +69,11 @@ class Engine:
         return self.scheduler_config.max_model_len
 
     @property
+    def dtype(self) -> np.dtype:
+        """What it computes in, and keeps in its cache."""
+        return self._parts.definition.dtype
+
+    @property
     def kv_capacity_tokens(self) -> int:
         """Tokens that the KV cache holds."""
         return (self.scheduler_config.num_blocks - 1) * self.scheduler_config.block_size

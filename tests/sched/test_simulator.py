@@ -14,7 +14,7 @@ from scheduler import (
 )
 from scheduler.output import ScheduledRequest
 
-LENGTHS = Path(__file__).parents[2] / "bench" / "lengths"
+LENGTHS = Path(__file__).parents[2] / "jaxserve" / "bench" / "lengths"
 CONFIG = SchedulerConfig(
     num_blocks=2048, block_size=16, max_num_seqs=64, max_num_batched_tokens=512, max_model_len=8192
 )

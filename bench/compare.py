@@ -1,0 +1,218 @@
+"""Engines taking turns on one machine, on the same requests: at least three turns each.
+
+    PYTHONPATH=. python bench/compare.py --shape qwen2.5-0.5b --engines jaxserve vllm-v2 \
+        --workloads decode 512x512 sharegpt prefill-1024
+
+Each turn of an engine is a process of its own, which gives the GPU back. The order is turned round
+every time. The file has every record, the ceilings measured in the same session, the floors, and
+for each pair of engines the ratios turn by turn and their median; a turn that either engine flagged
+(two passes over 15% apart) takes no part in it. It is written after each turn, and a further call
+with the same --session goes on with it.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from ratios import ratios_of
+
+from jaxserve.bench.environment import describe
+from jaxserve.bench.floors import decode_floor_ms, tokens_per_s_ceiling
+from jaxserve.bench.shapes import SHAPES, write_shape
+from jaxserve.bench.workloads import is_prefill, lengths_of, make_requests, save_requests
+
+ROOT = Path(__file__).parent.parent
+ENGINES = (
+    "jaxserve", "vllm", "vllm-v2", "transformers-eager", "transformers-continuous",
+    "transformers-compiled",
+)  # fmt: skip
+_VLLM = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+}
+_OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+ENVIRONMENT = {
+    # Graphs stay on while a profile counts a step's kernels.
+    "jaxserve": {"XLA_FLAGS": "--xla_enable_command_buffers_during_profiling=true"},
+    "vllm": _VLLM | {"VLLM_USE_V2_MODEL_RUNNER": "0"},
+    "vllm-v2": _VLLM | {"VLLM_USE_V2_MODEL_RUNNER": "1"},
+}
+"""What an engine's process needs beside this one's environment."""
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=SHAPES, required=True)
+    parser.add_argument("--engines", choices=ENGINES, nargs="+", required=True)
+    parser.add_argument(
+        "--workloads", nargs="+", default=["decode", "512x512", "sharegpt", "prefill-1024"]
+    )
+    parser.add_argument("--session", default=time.strftime("%Y-%m-%d-%H%M"))
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--num-prompts", type=int, help="of INPUTxOUTPUT (default: 512)")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32, 128, 256])
+    parser.add_argument("--input-len", type=int, default=512, help="of decode")
+    parser.add_argument("--output-len", type=int, default=512, help="of decode")
+    parser.add_argument("--max-num-seqs", type=int, default=512)
+    parser.add_argument("--max-model-len", type=int, default=4352)
+    parser.add_argument("--warm-up-s", type=float, default=3.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--profile", action="store_true", help="count kernels in decode")
+    parser.add_argument("--no-ceilings", action="store_true", help="measure no ceilings, no floors")
+    parser.add_argument("--time-limit-s", type=float, help="start no turn that may end after it")
+    parser.add_argument(
+        "--option", action="append", default=[], metavar="ENGINE:NAME=JSON",
+        help="a further option of one engine, as jaxserve:max_num_batched_tokens=8192",
+    )  # fmt: skip
+    parser.add_argument(
+        "--site", action="append", default=[], metavar="ENGINE=FOLDER",
+        help="a folder of packages for one engine's process (vllm and vllm-v2 share theirs)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--python", action="append", default=[], metavar="ENGINE=PATH",
+        help="an interpreter for one engine (default: this one)",
+    )  # fmt: skip
+    parser.add_argument("--output-dir", type=Path, default=Path("bench/results"))
+    return parser.parse_args()
+
+
+def options_of(engine: str, given: list[str]) -> dict[str, Any]:
+    options = {}
+    for text in given:
+        target, _, assignment = text.partition(":")
+        name, _, value = assignment.partition("=")
+        if target == engine:
+            options[name] = json.loads(value)
+    return options
+
+
+def value_of(engine: str, given: list[str]) -> str | None:
+    """From ENGINE=VALUE flags; a v2 engine takes its family's."""
+    values = dict(text.split("=", 1) for text in given)
+    family = engine.split("-")[0]
+    return values.get(engine, values.get(family))
+
+
+def run_turn(args: argparse.Namespace, engine: str, job: dict, folder: Path) -> list[dict]:
+    """The records of one turn, as many as its process lived to write."""
+    job_path, records_path = folder / "job.json", folder / "records.json"
+    records_path.unlink(missing_ok=True)
+    job_path.write_text(json.dumps(job))
+    paths = [value_of(engine, args.site), str(ROOT), str(ROOT / "bench" / "engines")]
+    environment = os.environ | _OFFLINE | ENVIRONMENT.get(engine, {})
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    python = value_of(engine, args.python) or sys.executable
+    command = [python, str(ROOT / "bench/engines/worker.py"), str(job_path), str(records_path)]
+    done = subprocess.run(command, env=environment, stdout=sys.stderr, check=False)
+    if done.returncode != 0:
+        print(f"{engine} ended with exit code {done.returncode}", file=sys.stderr)
+    return json.loads(records_path.read_text()) if records_path.exists() else []
+
+
+def measure_ceilings(folder: Path) -> dict[str, Any]:
+    path = folder / "ceilings.json"
+    command = [sys.executable, str(ROOT / "bench/ceilings.py"), "--output", str(path)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run(command, env=environment, stdout=sys.stderr, check=True)
+    result = json.loads(path.read_text())
+    names = ("copy_bytes_per_s", "matmul_flops_per_s", "rows", "spread", "flagged")
+    return {name: result[name] for name in names}
+
+
+def floors(args: argparse.Namespace, ceilings: dict[str, Any]) -> dict[str, Any]:
+    """The least milliseconds of a decode step by batch size, at the middle of its context, and the
+    most tokens a second."""
+    shape, itemsize = SHAPES[args.shape], 2 if args.dtype == "bfloat16" else 4
+    middle = args.input_len + (args.output_len + 64) / 2
+    rates = ceilings["copy_bytes_per_s"], ceilings["matmul_flops_per_s"]
+    return {
+        "decode_step_ms": {
+            str(size): round(decode_floor_ms(shape, size, middle, *rates, itemsize), 4)
+            for size in args.batch_sizes
+        },
+        "total_tokens_per_s": round(tokens_per_s_ceiling(shape, rates[1])),
+    }
+
+
+def main() -> int:
+    args = parse()
+    begin = time.monotonic()
+    path = args.output_dir / f"compare-{args.shape}-{args.session}.json"
+    if path.exists():
+        result = json.loads(path.read_text())
+    else:
+        result = describe() | {
+            "benchmark": "compare",
+            "session": args.session,
+            "model": args.shape,
+            "records": [],
+        }
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if not args.no_ceilings and "ceilings" not in result:
+            result["ceilings"] = measure_ceilings(folder)
+            result["floors"] = floors(args, result["ceilings"])
+        job = {
+            "session": args.session,
+            "model": args.shape,
+            "model_folder": str(write_shape(args.shape, folder / args.shape)),
+            "vocab_size": SHAPES[args.shape]["vocab_size"],
+            "command": shlex.join(["python", "bench/compare.py", *sys.argv[1:]]),
+            "requests": write_requests(args, folder),
+        }
+        for name in ("workloads", "dtype", "batch_sizes", "input_len", "output_len", "profile",
+                     "max_num_seqs", "max_model_len", "warm_up_s", "seed"):  # fmt: skip
+            job[name] = getattr(args, name)
+        first = 1 + max((record["turn"] for record in result["records"]), default=-1)
+        longest_s: dict[str, float] = {}
+        for turn in range(first, first + args.turns):
+            order = args.engines if turn % 2 == 0 else args.engines[::-1]
+            needed_s = sum(longest_s.values())
+            if args.time_limit_s and time.monotonic() - begin + needed_s > args.time_limit_s:
+                print(f"no time for turn {turn}: {needed_s:.0f} s", file=sys.stderr)
+                break
+            for engine in order:
+                started = time.monotonic()
+                options = options_of(engine, args.option)
+                todo = job | {"engine": engine, "turn": turn, "engine_options": options}
+                result["records"] += run_turn(args, engine, todo, folder)
+                longest_s[engine] = max(longest_s.get(engine, 0), time.monotonic() - started)
+                result["ratios"] = ratios_of(result["records"])
+                path.write_text(json.dumps(result, indent=1) + "\n")
+                print(f"turn {turn}, {engine}: {longest_s[engine]:.0f} s", file=sys.stderr)
+    print(json.dumps(result.get("ratios", {}), indent=2))
+    print(path)
+    wanted = args.turns * len(args.engines) * len(args.workloads)
+    return int(sum(record["turn"] >= first for record in result["records"]) < wanted)
+
+
+def write_requests(args: argparse.Namespace, folder: Path) -> dict[str, str]:
+    """A file of token-id requests for each workload but decode, the same for every engine."""
+    files = {}
+    for index, workload in enumerate(args.workloads):
+        if workload == "decode":
+            continue
+        num_requests = args.num_prompts if "x" in workload or is_prefill(workload) else None
+        lengths = lengths_of(workload, num_requests)
+        requests = make_requests(lengths, SHAPES[args.shape]["vocab_size"], args.seed)
+        files[workload] = str(folder / f"requests-{index}.jsonl")
+        save_requests(Path(files[workload]), requests)
+    return files
+
+
+if __name__ == "__main__":
+    sys.exit(main())
