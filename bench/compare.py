@@ -24,7 +24,7 @@ from typing import Any
 from ratios import ratios_of
 
 from jaxserve.bench.environment import describe
-from jaxserve.bench.floors import decode_floor_ms, tokens_per_s_ceiling
+from jaxserve.bench.floors import decode_floor_ms, workload_floor_s
 from jaxserve.bench.shapes import SHAPES, write_shape
 from jaxserve.bench.workloads import is_prefill, lengths_of, make_requests, save_requests
 
@@ -134,17 +134,32 @@ def measure_ceilings(folder: Path) -> dict[str, Any]:
 
 def floors(args: argparse.Namespace, ceilings: dict[str, Any]) -> dict[str, Any]:
     """The least milliseconds of a decode step by batch size, at the middle of its context, and the
-    most tokens a second."""
+    highest rates of each workload."""
     shape, itemsize = SHAPES[args.shape], 2 if args.dtype == "bfloat16" else 4
     middle = args.input_len + (args.output_len + 64) / 2
     rates = ceilings["copy_bytes_per_s"], ceilings["matmul_flops_per_s"]
-    return {
+    found: dict[str, dict[str, float]] = {
         "decode_step_ms": {
             str(size): round(decode_floor_ms(shape, size, middle, *rates, itemsize), 4)
             for size in args.batch_sizes
-        },
-        "total_tokens_per_s": round(tokens_per_s_ceiling(shape, rates[1])),
+        }
     }
+    for workload, lengths in workload_lengths(args).items():
+        seconds = workload_floor_s(shape, lengths, args.max_num_seqs, *rates, itemsize)
+        inputs, outputs = (sum(column) for column in zip(*lengths, strict=True))
+        amounts = {"output_tokens_per_s": outputs, "total_tokens_per_s": inputs + outputs}
+        if is_prefill(workload):
+            amounts = {"prefill_tokens_per_s": inputs}
+        for name, amount in amounts.items():
+            found.setdefault(name, {})[workload] = round(amount / seconds, 1)
+    return found
+
+
+def workload_lengths(args: argparse.Namespace) -> dict[str, list[tuple[int, int]]]:
+    """Of each workload but decode."""
+    names = [workload for workload in args.workloads if workload != "decode"]
+    fixed = [name for name in names if name[0].isdigit() or is_prefill(name)]
+    return {name: lengths_of(name, args.num_prompts if name in fixed else None) for name in names}
 
 
 def main() -> int:
@@ -201,13 +216,9 @@ def main() -> int:
 
 
 def write_requests(args: argparse.Namespace, folder: Path) -> dict[str, str]:
-    """A file of token-id requests for each workload but decode, the same for every engine."""
+    """A file of token-id requests for each workload, the same for every engine."""
     files = {}
-    for index, workload in enumerate(args.workloads):
-        if workload == "decode":
-            continue
-        num_requests = args.num_prompts if "x" in workload or is_prefill(workload) else None
-        lengths = lengths_of(workload, num_requests)
+    for index, (workload, lengths) in enumerate(workload_lengths(args).items()):
         requests = make_requests(lengths, SHAPES[args.shape]["vocab_size"], args.seed)
         files[workload] = str(folder / f"requests-{index}.jsonl")
         save_requests(Path(files[workload]), requests)

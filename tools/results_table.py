@@ -1,4 +1,4 @@
-"""Write the README's table of measurements from the files in `bench/results/`.
+"""Write the README's tables of measurements from the files in `bench/results/`.
 
 python tools/results_table.py          # rewrites the part of README.md between the markers
 python tools/results_table.py --check  # exit code 1 if that would change anything
@@ -8,10 +8,12 @@ import argparse
 import json
 import re
 import sys
-from pathlib import Path
+from collections.abc import Callable
 
-ROOT = Path(__file__).parent.parent
+from compare_files import RATES, ROOT, compare_files, engines_of, median, rates, step_times
+
 MARKERS = re.compile(r"(<!-- results -->\n).*?(<!-- /results -->)", re.DOTALL)
+RESULTS = ROOT / "bench" / "results"
 
 
 def offline_rows(result: dict) -> list[str]:
@@ -41,15 +43,73 @@ def host_rows(result: dict) -> list[str]:
     return rows
 
 
-def table() -> str:
-    """The Markdown table of all result files that have a row here."""
-    makers = {"offline_vs_transformers": offline_rows, "host_time": host_rows}
+ROWS: dict[str, Callable[[dict], list[str]]] = {
+    "offline_vs_transformers": offline_rows,
+    "host_time": host_rows,
+}
+
+
+def single_rows() -> list[str]:
+    """The table of all result files that have a maker in ROWS; nothing if there are none."""
     rows = []
-    for path in sorted((ROOT / "bench" / "results").glob("*.json")):
+    for path in sorted(RESULTS.glob("*.json")):
         result = json.loads(path.read_text())
-        if result.get("benchmark") in makers:
-            rows += makers[result["benchmark"]](result)
-    return "\n".join(["| what | measured | where |", "|---|---|---|", *rows]) + "\n"
+        if result.get("benchmark") in ROWS:
+            rows += ROWS[result["benchmark"]](result)
+    return ["| what | measured | where |", "|---|---|---|", *rows] if rows else []
+
+
+def compare_table(result: dict) -> list[str]:
+    """One session: engines across, medians of their turns, and what the device allows."""
+    engines = engines_of(result)
+    ratios = result.get("ratios", {})
+    pairs = [f"{engines[0]} over {other}" for other in engines[1:]]
+    floors = result.get("floors", {})
+    gpus = result["hardware"]["gpus"]
+    dtype = result["records"][0]["dtype"]
+    head = ["", *engines, "device's limit", *pairs]
+    lines = [
+        f"{result['model']}, {dtype}, {gpus[0] if gpus else result['hardware']['cpu']}, session "
+        f"{result['session']}; medians of the turns, `!` if any two passes were over 15% apart; "
+        "ratios over 1: the first is faster.",
+        "",
+        f"| {' | '.join(head)} |",
+        f"|{'---|' * len(head)}",
+    ]
+
+    def add(title: str, cells: list[str], floor: str, key: str) -> None:
+        shown = [ratios.get(pair, {}).get(key, {}).get("median") for pair in pairs]
+        shown = ["" if ratio is None else f"{ratio:.2f}" for ratio in shown]
+        lines.append(f"| {' | '.join([title, *cells, floor, *shown])} |")
+
+    steps = {engine: step_times(result, engine) for engine in engines}
+    for size in sorted({size for of_engine in steps.values() for size in of_engine}):
+        cells = [cell(steps[engine].get(size), 2) for engine in engines]
+        floor = floors.get("decode_step_ms", {}).get(str(size))
+        key = f"decode, decode_steps_per_s at batch {size}"
+        add(f"decode step, batch {size}, ms", cells, "" if floor is None else f"{floor:.2f}", key)
+    for name in RATES:
+        found = {engine: rates(result, engine, name) for engine in engines}
+        for workload in dict.fromkeys(w for of_engine in found.values() for w in of_engine):
+            cells = [cell(found[engine].get(workload), 0) for engine in engines]
+            ceiling = floors.get(name, {}).get(workload)
+            title = f"{workload}, {name.removesuffix('_per_s').replace('_', ' ')}/s"
+            shown = "" if ceiling is None else f"{ceiling:,.0f}"
+            add(title, cells, shown, f"{workload}, {name}")
+    return lines
+
+
+def cell(figure: tuple[list[float], bool] | None, digits: int) -> str:
+    if figure is None:
+        return ""
+    values, flagged = figure
+    return f"{median(values):,.{digits}f}{' !' if flagged else ''}"
+
+
+def tables() -> str:
+    """All tables as Markdown."""
+    parts = [single_rows(), *map(compare_table, compare_files(RESULTS))]
+    return "\n\n".join("\n".join(lines) for lines in parts if lines) + "\n"
 
 
 def main() -> int:
@@ -58,7 +118,7 @@ def main() -> int:
     args = parser.parse_args()
     readme = ROOT / "README.md"
     before = readme.read_text()
-    made = table()
+    made = tables()
     after = MARKERS.sub(lambda m: m[1] + made + m[2], before)
     if args.check:
         return int(before != after)

@@ -38,6 +38,9 @@ class TransformersEngine:
     def _prepare(self, job: dict[str, Any]) -> None:
         pass
 
+    def host_gap_s(self) -> None:
+        return None
+
     def profile(self, requests: Sequence[TokenRequest]) -> KernelStats | None:
         if self.device == "cpu":
             return None

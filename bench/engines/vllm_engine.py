@@ -68,6 +68,9 @@ class VllmEngine:
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
         return [len(output.outputs[0].token_ids) for output in outputs]
 
+    def host_gap_s(self) -> None:
+        return None
+
     def profile(self, requests: Sequence[TokenRequest]) -> KernelStats | None:
         self._call("bench_profile_start")
         self.generate(requests)

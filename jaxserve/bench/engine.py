@@ -57,6 +57,9 @@ class JaxserveEngine:
                 self.generate(requests)
             return kernel_stats(Path(folder))
 
+    def host_gap_s(self) -> float:
+        return self._llm.stats().steps.host_gap_s.total
+
     def close(self) -> None:
         self._llm.close()
 

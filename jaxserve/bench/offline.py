@@ -43,6 +43,10 @@ class OfflineEngine(Protocol):
     def profile(self, requests: Sequence[TokenRequest]) -> KernelStats | None:
         """As `generate`, under a profiler; None where the engine or machine has none."""
 
+    def host_gap_s(self) -> float | None:
+        """Seconds so far that the device has waited for the host between steps, at most; None where
+        the engine does not tell."""
+
     def close(self) -> None:
         """Give the memory back."""
 
@@ -79,11 +83,13 @@ def run_decode(
     """Milliseconds of a decode step at each batch size: what `output_len` tokens take longer than
     SHORT_OUTPUT, or a quarter of `output_len` if that is less, over the steps between.
 
-    The context grows from `input_len` plus the short output to `input_len + output_len`.
+    `host_gap_ms` is the part of it that the device may have waited for the host, where the engine
+    tells. The context grows from `input_len` plus the short output to `input_len + output_len`.
     """
     short = min(SHORT_OUTPUT, output_len // 4)
     rows: dict[int, Row] = {}
     kernels: dict[int, dict[str, float]] = {}
+    gaps_ms: dict[int, list[float]] = {size: [] for size in batch_sizes}
     for batch_size in batch_sizes:
 
         def batch(num_tokens: int, size: int = batch_size) -> list[TokenRequest]:
@@ -91,8 +97,15 @@ def run_decode(
 
         few, many = batch(short), batch(output_len)
 
-        def step_ms(few=few, many=many) -> float:
-            seconds = [_seconds(engine, requests) for requests in (few, many)]
+        def step_ms(few=few, many=many, gaps=gaps_ms[batch_size]) -> float:
+            marks = [engine.host_gap_s()]
+            seconds = []
+            for requests in (few, many):
+                seconds.append(_seconds(engine, requests))
+                marks.append(engine.host_gap_s())
+            if None not in marks:
+                waited_s = (marks[2] - marks[1]) - (marks[1] - marks[0])
+                gaps.append(waited_s / (output_len - short) * 1000)
             return (seconds[1] - seconds[0]) / (output_len - short) * 1000
 
         rows[batch_size] = measure(step_ms, lambda few=few: _run(engine, few), warm_up_s)
@@ -107,6 +120,7 @@ def run_decode(
         "decode_step_ms": {str(size): round(row.value, 4) for size, row in rows.items()},
         "kernels_per_step": kernels[first]["kernels"] if first in kernels else None,
         "profiles": {str(size): stats for size, stats in kernels.items()},
+        "host_gap_ms": {str(s): round(sum(g) / len(g), 4) for s, g in gaps_ms.items() if g},
         "rows": {str(size): row.as_json() for size, row in rows.items()},
         "spread": max(row.spread for row in rows.values()),
         "flagged": any(row.flagged for row in rows.values()),

@@ -160,8 +160,8 @@ def test_concurrency_is_bounded(bench_serve, server):
 
 def test_a_sweep_and_its_plot(bench_serve, server, tmp_path):
     plot = tmp_path / "sweep.svg"
-    code, result, _ = bench_serve(*SMALL, "--request-rate", "200,400,inf", "--plot", plot)
-    assert code == 0
+    code, result, err = bench_serve(*SMALL, "--request-rate", "200,400,inf", "--plot", plot)
+    assert (code, err) == (0, "")
     assert [run["request_rate"] for run in result["sweep"]] == [200, 400, "inf"]
     assert [run["completed"] for run in result["sweep"]] == [6, 6, 6]
     assert "<svg" in plot.read_text()

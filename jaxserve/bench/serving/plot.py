@@ -25,7 +25,7 @@ def plot_sweep(runs: Sequence[dict[str, Any]], path: Path) -> None:
         for run in runs:
             point = (run["output_throughput"], run[shown[-1]])
             if point[1] is not None:
-                label = f"{run['request_rate']}/s"
+                label = f"{float(run['request_rate']):g}/s"
                 axes.annotate(label, point, (0, 5), textcoords="offset points", ha="center")
         axes.set(title=TITLES[metric], xlabel="output tokens/s", ylabel="ms", ylim=(0, None))
         axes.grid(alpha=0.3)

@@ -1,0 +1,114 @@
+"""Ratios of engines that took turns, and the table and plots made from them."""
+
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Imports a module of bench/ or tools/, whose folder is on the path while a script runs."""
+
+    def load(folder: str, name: str):
+        monkeypatch.syspath_prepend(ROOT / folder)
+        return import_module(name)
+
+    before = set(sys.modules)
+    yield load
+    for name in set(sys.modules) - before:
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(
+            (str(ROOT / "bench"), str(ROOT / "tools"))
+        ):
+            del sys.modules[name]
+
+
+def record(engine, turn, workload="8x8", rate=None, step=None, flagged=False):
+    return {
+        "engine": engine,
+        "turn": turn,
+        "dtype": "bfloat16",
+        "workload": workload,
+        "output_tokens_per_s": rate,
+        "total_tokens_per_s": rate and 2 * rate,
+        "prefill_tokens_per_s": None,
+        "decode_step_ms": step and {"1": step},
+        "rows": {"1": {"flagged": flagged}},
+        "profiles": {"1": {"kernels": 30, "busy_ms": 0.5}},
+        "host_gap_ms": {"1": 0.25},
+        "flagged": flagged,
+    }
+
+
+@pytest.fixture
+def records():
+    ours = [(300, 1.0, False), (220, 1.0, False), (900, 1.0, True), (200, 1.0, False)]
+    made = []
+    for turn, (rate, step, flagged) in enumerate(ours):
+        made += [
+            record("jaxserve", turn, rate=rate, flagged=flagged),
+            record("vllm", turn, rate=100),
+        ]
+        made += [
+            record("jaxserve", turn, "decode", step=step),
+            record("vllm", turn, "decode", step=step * (2 + turn)),
+        ]
+    return made
+
+
+def test_ratios_are_medians_of_good_turns(script, records):
+    ratios = script("bench", "ratios").ratios_of(records)
+    assert list(ratios) == ["jaxserve over vllm"]
+    rows = ratios["jaxserve over vllm"]
+    assert rows["8x8, output_tokens_per_s"] == {
+        "turns": [3.0, 2.2, 9.0, 2.0],
+        "num_flagged": 1,
+        "median": 2.2,
+    }
+    assert rows["decode, decode_steps_per_s at batch 1"]["median"] == 3.5
+    everything_flagged = [r | {"flagged": True} for r in records]
+    rows = script("bench", "ratios").ratios_of(everything_flagged)["jaxserve over vllm"]
+    assert rows["8x8, total_tokens_per_s"]["median"] is None
+
+
+@pytest.fixture
+def result(script, records):
+    return {
+        "benchmark": "compare",
+        "session": "s1",
+        "model": "qwen2.5-0.5b",
+        "hardware": {"cpu": "a CPU", "threads": 2, "gpus": ["a GPU"]},
+        "records": records,
+        "ratios": script("bench", "ratios").ratios_of(records),
+        "floors": {"decode_step_ms": {"1": 0.21}, "output_tokens_per_s": {"8x8": 5000.0}},
+    }
+
+
+def test_the_table_has_medians_limits_and_ratios(script, result):
+    lines = script("tools", "results_table").compare_table(result)
+    assert lines[0].startswith("qwen2.5-0.5b, bfloat16, a GPU, session s1;")
+    assert lines[2:] == [
+        "|  | jaxserve | vllm | device's limit | jaxserve over vllm |",
+        "|---|---|---|---|---|",
+        "| decode step, batch 1, ms | 1.00 | 3.50 | 0.21 | 3.50 |",
+        "| 8x8, output tokens/s | 260 ! | 100 | 5,000 | 2.20 |",
+        "| 8x8, total tokens/s | 520 ! | 200 |  | 2.20 |",
+    ]
+
+
+def test_plots(script, result, tmp_path, monkeypatch):
+    (tmp_path / "compare.json").write_text(json.dumps(result))
+    plots = script("tools", "plots")
+    argv = ["plots.py", "--results", str(tmp_path), "--output-dir", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", argv)
+    assert plots.main() == 0
+    made = {path.name: path.read_bytes() for path in tmp_path.glob("*.svg")}
+    assert set(made) == {
+        f"{name}-qwen2.5-0.5b-s1.svg" for name in ("step", "throughput", "breakdown")
+    }
+    plots.main()
+    assert made == {path.name: path.read_bytes() for path in tmp_path.glob("*.svg")}

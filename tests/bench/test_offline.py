@@ -1,0 +1,275 @@
+"""Engines in this process: workloads, timing, the records, and `jaxserve bench` with a real one."""
+
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from jaxserve.bench import offline
+from jaxserve.bench.engine import kernel_stats
+from jaxserve.bench.floors import (
+    decode_floor_ms,
+    kv_bytes_per_token,
+    num_layer_params,
+    num_output_params,
+    workload_floor_s,
+)
+from jaxserve.bench.offline import KernelStats, run_decode, run_workload
+from jaxserve.bench.records import KEYS
+from jaxserve.bench.shapes import SHAPES
+from jaxserve.bench.timing import measure
+from jaxserve.bench.workloads import (
+    TokenRequest,
+    lengths_of,
+    load_requests,
+    make_requests,
+    save_requests,
+)
+from jaxserve.model.config import ModelConfig
+
+SMALL_ENGINE = (
+    "--shape", "tiny", "--dtype", "float32", "--max-num-batched-tokens", 2, "--max-num-seqs", 2,
+    "--kv-cache-memory-bytes", 1 << 20, "--block-size", 8,
+)  # fmt: skip
+
+
+class FakeEngine:
+    """Takes 1 s a request, 10 ms a prompt token and, for each output token, 1 ms and 0.1 ms a row;
+    the host is to blame for 0.25 ms of that."""
+
+    max_num_seqs = 4
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.waited = 0.0
+        self.calls = []
+        self.speed = 1.0
+
+    def generate(self, requests):
+        self.calls.append([(len(r.prompt_token_ids), r.output_len) for r in requests])
+        prompts = sum(len(r.prompt_token_ids) for r in requests)
+        steps = max(r.output_len for r in requests)
+        step_s = 0.001 + 0.0001 * len(requests)
+        self.now += (len(requests) + 0.01 * prompts + steps * step_s) / self.speed
+        self.waited += steps * 0.00025
+        return [r.output_len for r in requests]
+
+    def profile(self, requests):
+        steps = max(r.output_len for r in requests)
+        return KernelStats(100 + 30 * steps, 5 + 2 * steps, 1.0 + 0.0005 * steps)
+
+    def host_gap_s(self):
+        return self.waited
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    made = FakeEngine()
+    monkeypatch.setattr(offline, "time", SimpleNamespace(perf_counter=lambda: made.now))
+    return made
+
+
+def test_named_lengths():
+    assert lengths_of("512x64", 3) == [(512, 64)] * 3
+    assert len(lengths_of("8x8")) == 512
+    assert lengths_of("prefill-1024") == [(1024, 1)] * 128
+    sharegpt = lengths_of("sharegpt")
+    assert (len(sharegpt), sum(i for i, _ in sharegpt), sum(o for _, o in sharegpt)) == (
+        1000,
+        245_999,
+        322_000,
+    )
+    for name in ("lmsys-trace", "sharegpt-trace", "splitwise-trace"):
+        assert len(lengths_of(name, 2000)) == 2000
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("input_len,output_len\n5,x\n", "is no file of lengths"),
+        ("a,b\n5,6\n", "is no file of lengths"),
+        ("input_len,output_len\n", "has 0 requests, 1 are needed"),
+        ("input_len,output_len\n5,0\n", "every length must be at least 1"),
+    ],
+)
+def test_damaged_length_files(tmp_path, text, error):
+    path = tmp_path / "lengths.csv"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=error):
+        lengths_of(str(path))
+
+
+def test_requests_are_the_same_for_every_engine(tmp_path):
+    requests = make_requests([(5, 2), (3, 7)], 100, seed=4)
+    assert requests == make_requests([(5, 2), (3, 7)], 100, seed=4)
+    assert requests != make_requests([(5, 2), (3, 7)], 100, seed=5)
+    assert [len(r.prompt_token_ids) for r in requests] == [5, 3]
+    save_requests(tmp_path / "requests.jsonl", requests)
+    assert load_requests(tmp_path / "requests.jsonl") == requests
+
+
+def test_passes_that_differ_are_flagged():
+    for values, spread, flagged in (([10.0, 11.0], 0.1, False), ([10.0, 11.6], 0.16, True)):
+        passes, warmed = iter(values), []
+        row = measure(lambda p=passes: next(p), lambda w=warmed: w.append(1), 0.0)
+        assert (row.passes, row.spread, row.flagged) == (values, spread, flagged)
+        assert row.value == sum(values) / 2
+        assert warmed
+
+
+def test_decode_steps_are_told_from_prefill(engine):
+    result = run_decode(engine, [1, 4], 16, 512, vocab_size=50, seed=0, warm_up_s=0, profile=True)
+    assert result["decode_step_ms"] == {"1": 1.1, "4": 1.4}
+    assert result["host_gap_ms"] == {"1": 0.25, "4": 0.25}
+    assert result["profiles"]["1"] == {"kernels": 30, "copies": 2, "busy_ms": 0.5}
+    assert (result["kernels_per_step"], result["spread"], result["flagged"]) == (30, 0, False)
+    # Warm-up and the two passes, each of 64 and 512 tokens.
+    assert engine.calls[:5] == [[(16, n)] for n in (64, 64, 512, 64, 512)]
+
+
+def test_rates_of_a_workload(engine):
+    result = run_workload(engine, make_requests([(100, 100)] * 8, 50, 0), 0)
+    seconds = 8 + 8 + 0.18
+    assert result["output_tokens_per_s"] == round(800 / seconds, 1)
+    assert result["total_tokens_per_s"] == round(1600 / seconds, 1)
+    assert (result["num_requests"], result["flagged"]) == (8, False)
+    # A round of warm-up is cut short.
+    assert engine.calls[0] == [(100, 64)] * 4
+    result = run_workload(engine, make_requests([(100, 1)] * 2, 50, 0), 0)
+    assert result["prefill_tokens_per_s"] == round(200 / (2 + 2 + 0.0012), 1)
+    assert "output_tokens_per_s" not in result
+
+
+def test_an_engine_that_slows_down_is_flagged(engine):
+    generate = engine.generate
+
+    def slower(requests):
+        engine.speed *= 0.8
+        return generate(requests)
+
+    engine.generate = slower
+    assert run_workload(engine, make_requests([(10, 10)] * 4, 50, 0), 0)["flagged"]
+    assert run_decode(engine, [1], 8, 64, 50, 0, 0)["flagged"]
+
+
+def test_short_outputs_are_no_result(engine):
+    engine.generate = lambda requests: [r.output_len - (i == 1) for i, r in enumerate(requests)]
+    with pytest.raises(RuntimeError, match="request 1 got 4 tokens where 5 were asked for"):
+        run_workload(engine, [TokenRequest([1], 5)] * 3, 0)
+
+
+def test_each_kernel_counts_once(tmp_path):
+    from jax.profiler import ProfileData
+
+    def line(name, *events):
+        shown = "".join(
+            f"events {{ metadata_id: {m} offset_ps: 0 duration_ps: {ps} }} " for m, ps in events
+        )
+        return f'lines {{ name: "{name}" {shown} }}'
+
+    names = {1: "gemm_fusion", 2: "MemcpyD2H", 3: "module"}
+    metadata = "".join(
+        f'event_metadata {{ key: {k} value {{ id: {k} name: "{n}" }} }} ' for k, n in names.items()
+    )
+    lines = [
+        line("Stream #13(Compute)", (1, 2_000_000), (1, 3_000_000)),
+        line("Stream #14(MemcpyD2H)", (2, 1_000_000)),
+        line("XLA Modules", (3, 9_000_000)),
+    ]
+    other = f'planes {{ name: "/host:CPU" {lines[0]} {metadata} }}'
+    text = f'planes {{ name: "/device:GPU:0" {" ".join(lines)} {metadata} }} {other}'
+    (tmp_path / "run").mkdir()
+    data = ProfileData.text_proto_to_serialized_xspace(text)
+    (tmp_path / "run" / "host.xplane.pb").write_bytes(data)
+    assert kernel_stats(tmp_path) == KernelStats(2, 1, pytest.approx(6e-6))
+
+
+def test_floors():
+    qwen, llama = SHAPES["qwen2.5-0.5b"], SHAPES["llama-3.1-8b"]
+    assert num_layer_params(qwen) + num_output_params(qwen) == pytest.approx(494e6, rel=1e-3)
+    # All of it, with the embedding that is not tied, is what the model's name says.
+    assert num_layer_params(llama) + 2 * num_output_params(llama) == pytest.approx(8.03e9, rel=1e-3)
+    assert kv_bytes_per_token(qwen) == 24 * 2 * 2 * 64 * 2
+    weights_ms = 494e6 * 2 / 4e12 * 1e3
+    assert decode_floor_ms(qwen, 1, 0, 4e12, 8e14) == pytest.approx(weights_ms, rel=1e-3)
+    cache_ms = 256 * 800 * kv_bytes_per_token(qwen) / 4e12 * 1e3
+    assert decode_floor_ms(qwen, 256, 800, 4e12, 8e14) == pytest.approx(
+        weights_ms + cache_ms, rel=1e-3
+    )
+    # Decode alone: 63 steps of one row are bound by memory; prefill by arithmetic.
+    assert workload_floor_s(qwen, [(1, 64)], 8, 4e12, 8e14) == pytest.approx(
+        64 * weights_ms / 1000, rel=1e-2
+    )
+    flops = 2 * num_layer_params(llama) * 1024 * 128
+    assert workload_floor_s(llama, [(1024, 1)] * 128, 512, 4e12, 8e14) == pytest.approx(
+        flops / 8e14, rel=0.05
+    )
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_are_models_that_are_served(name):
+    ModelConfig.from_hf(SHAPES[name])
+
+
+def test_throughput_of_a_real_engine(cli, tmp_path):
+    path, requests = tmp_path / "result.json", tmp_path / "requests.jsonl"
+    code, out, _ = cli(
+        "bench", "throughput", *SMALL_ENGINE, "--compilation-cache-dir", "", "--workload", "3x8",
+        "--num-prompts", 3, "--warm-up-s", 0, "--output-json", path, "--requests-file", requests,
+        "--session", "s1",
+    )  # fmt: skip
+    assert code == 0
+    assert re.fullmatch(r"tiny, 3x8: .* output tokens/s, .* tokens/s in all, .*\n", out)
+    record = json.loads(path.read_text())
+    assert set(KEYS) <= set(record)
+    assert (record["engine"], record["model"], record["dtype"]) == ("jaxserve", "tiny", "float32")
+    assert (record["workload"], record["session"]) == ("3x8", "s1")
+    assert (record["num_requests"], record["max_num_seqs"]) == (3, 2)
+    assert record["gpu_count"] == 0 or record["gpu"]
+    assert record["total_tokens_per_s"] == pytest.approx(record["output_tokens_per_s"] * 11 / 8,
+                                                         rel=0.01)  # fmt: skip
+    assert record["settings"]["enable_prefix_caching"] is False
+    assert [r.output_len for r in load_requests(requests)] == [8, 8, 8]
+
+
+def test_cold_and_warm_starts(cli, monkeypatch):
+    monkeypatch.setattr("jaxserve.bench.startup._NUM_STARTS", 1)
+    code, out, _ = cli("bench", "startup", *SMALL_ENGINE[:4], "--max-num-batched-tokens", 1,
+                       "--max-model-len", 16, "--kv-cache-memory-bytes", 1 << 20)  # fmt: skip
+    assert code == 0
+    record = json.loads(out)
+    (cold,), (warm,) = record["starts"]["cold"], record["starts"]["warm"]
+    assert (record["ready_s"], record["ready_warm_s"]) == pytest.approx(
+        (cold["ready_s"], warm["ready_s"]), abs=0.01
+    )
+    for start in (cold, warm):
+        assert {"import", "resolve", "weights", "compile", "warm_up"} <= set(start["phases_s"])
+        assert sum(start["phases_s"].values()) == pytest.approx(start["ready_s"], abs=0.01)
+    assert set(KEYS) <= set(record)
+
+
+def test_a_start_that_fails_says_why(cli):
+    code, out, err = cli("bench", "startup", "--model", "/no/such/model")
+    assert (code, out) == (1, "")
+    assert re.fullmatch(r"jaxserve: error: the engine did not start: .*/no/such/model.*\n", err)
+
+
+@pytest.mark.parametrize(
+    ("argv", "error"),
+    [
+        (("latency",), "one of the arguments --model --shape is required"),
+        (("latency", "--shape", "huge"), "invalid choice: 'huge'"),
+        (("latency", "--shape", "tiny", "--batch-sizes", 0), "must be at least 1, got 0"),
+        (("latency", "--shape", "tiny", "--output-len", 4), "--output-len must be at least 8"),
+        (("throughput", "--shape", "tiny", "--workload", "big"), "no workload 'big'"),
+        (("throughput", "--shape", "tiny", "--block-size", 9), "block_size must be 8, 16"),
+        (("startup", "--shape", "tiny", "--compilation-cache-dir", "a"), "of its own"),
+        (("fly",), "invalid choice: 'fly'"),
+    ],
+)
+def test_usage_errors(cli, argv, error):
+    code, out, err = cli("bench", *argv)
+    assert (code, out) == (2, "")
+    assert re.fullmatch(r"jaxserve: error: .*\n", err)
+    assert error in err

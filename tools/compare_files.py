@@ -1,0 +1,48 @@
+"""Reads what `bench/compare.py` has written: figures by engine, workload and batch size."""
+
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RATES = ("output_tokens_per_s", "total_tokens_per_s", "prefill_tokens_per_s")
+
+
+def compare_files(folder: Path) -> list[dict[str, Any]]:
+    """All sessions in `folder`, by file name."""
+    results = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    return [result for result in results if result.get("benchmark") == "compare"]
+
+
+def engines_of(result: dict[str, Any]) -> list[str]:
+    return list(dict.fromkeys(record["engine"] for record in result["records"]))
+
+
+def of_engine(result: dict[str, Any], engine: str) -> list[dict[str, Any]]:
+    return [record for record in result["records"] if record["engine"] == engine]
+
+
+def step_times(result: dict[str, Any], engine: str) -> dict[int, tuple[list[float], bool]]:
+    """{batch: (ms of every turn, whether any turn is flagged)}."""
+    found: dict[int, tuple[list[float], bool]] = {}
+    for record in of_engine(result, engine):
+        for size, ms in (record["decode_step_ms"] or {}).items():
+            values, flagged = found.get(int(size), ([], False))
+            found[int(size)] = ([*values, ms], flagged or record["rows"][size]["flagged"])
+    return dict(sorted(found.items()))
+
+
+def rates(result: dict[str, Any], engine: str, name: str) -> dict[str, tuple[list[float], bool]]:
+    """{workload: (the rate in every turn, whether any turn is flagged)}; `name` is one of RATES."""
+    found: dict[str, tuple[list[float], bool]] = {}
+    for record in of_engine(result, engine):
+        if record[name] is not None:
+            values, flagged = found.get(record["workload"], ([], False))
+            found[record["workload"]] = ([*values, record[name]], flagged or record["flagged"])
+    return found
+
+
+def median(values: Sequence[float]) -> float:
+    return statistics.median(values)
