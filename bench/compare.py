@@ -4,10 +4,11 @@
         --workloads decode 512x512 sharegpt prefill-1024
 
 Each turn of an engine is a process of its own, which gives the GPU back. The order is turned round
-every time. The file has every record, the ceilings measured in the same session, the floors, and
-for each pair of engines the ratios turn by turn and their median; a turn that either engine flagged
-(two passes over 15% apart) takes no part in it. It is written after each turn, and a further call
-with the same --session goes on with it.
+every time. Before the first turn jaxserve's logits are checked against plain JAX on the same
+weights (`bench/check_logits.py`). The file has that, every record, the ceilings measured in the
+same session, the floors, and for each pair of engines the ratios turn by turn and their median; a
+turn that either engine flagged (two passes over 15% apart) takes no part in it. It is written after
+each turn, and a further call with the same --session goes on with it.
 """
 
 import argparse
@@ -44,7 +45,7 @@ _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARA
 ENVIRONMENT = {
     # Graphs stay on while a profile counts a step's kernels.
     "jaxserve": {"XLA_FLAGS": "--xla_enable_command_buffers_during_profiling=true"},
-    "vllm": _VLLM | {"VLLM_USE_V2_MODEL_RUNNER": "0"},
+    "vllm": _VLLM,
     "vllm-v2": _VLLM | {"VLLM_USE_V2_MODEL_RUNNER": "1"},
 }
 """What an engine's process needs beside this one's environment."""
@@ -72,10 +73,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--profile", action="store_true", help="count kernels in decode")
     parser.add_argument("--no-ceilings", action="store_true", help="measure no ceilings, no floors")
+    parser.add_argument("--no-check", action="store_true", help="of jaxserve's logits, before")
     parser.add_argument("--time-limit-s", type=float, help="start no turn that may end after it")
     parser.add_argument(
         "--option", action="append", default=[], metavar="ENGINE:NAME=JSON",
-        help="a further option of one engine, as jaxserve:max_num_batched_tokens=8192",
+        help="of one engine alone: an option of its own, or another value of one above, as "
+        "jaxserve:max_num_batched_tokens=8192 transformers-eager:max_num_seqs=64",
     )  # fmt: skip
     parser.add_argument(
         "--site", action="append", default=[], metavar="ENGINE=FOLDER",
@@ -132,6 +135,22 @@ def measure_ceilings(folder: Path) -> dict[str, Any]:
     return {name: result[name] for name in names}
 
 
+def check_logits(args: argparse.Namespace) -> dict[str, Any]:
+    """Whether jaxserve computes the right thing in the configuration that is timed."""
+    options = options_of("jaxserve", args.option)
+    options = {"max_num_seqs": args.max_num_seqs, "max_model_len": args.max_model_len} | options
+    command = [
+        sys.executable, str(ROOT / "bench/check_logits.py"), "--shape", args.shape,
+        "--dtype", args.dtype, "--seed", str(args.seed), "--options", json.dumps(options),
+        "--longest", str(min(512, args.max_model_len // 2)),
+    ]  # fmt: skip
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"jaxserve's logits are not those of plain JAX: {done.stdout or 'none'}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def floors(args: argparse.Namespace, ceilings: dict[str, Any]) -> dict[str, Any]:
     """The least milliseconds of a decode step by batch size, at the middle of its context, and the
     highest rates of each workload."""
@@ -181,6 +200,8 @@ def main() -> int:
         if not args.no_ceilings and "ceilings" not in result:
             result["ceilings"] = measure_ceilings(folder)
             result["floors"] = floors(args, result["ceilings"])
+        if not args.no_check and "jaxserve" in args.engines and "check" not in result:
+            result["check"] = check_logits(args)
         job = {
             "session": args.session,
             "model": args.shape,
@@ -203,7 +224,8 @@ def main() -> int:
             for engine in order:
                 started = time.monotonic()
                 options = options_of(engine, args.option)
-                todo = job | {"engine": engine, "turn": turn, "engine_options": options}
+                own = {name: options.pop(name) for name in list(options) if name in job}
+                todo = job | own | {"engine": engine, "turn": turn, "engine_options": options}
                 result["records"] += run_turn(args, engine, todo, folder)
                 longest_s[engine] = max(longest_s.get(engine, 0), time.monotonic() - started)
                 result["ratios"] = ratios_of(result["records"])

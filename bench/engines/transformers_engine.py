@@ -108,8 +108,6 @@ class ContinuousBatches(TransformersEngine):
         batching = ContinuousBatchingConfig(
             max_requests_per_batch=self.max_num_seqs,
             allow_block_sharing=False,
-            # Without a network there is no other attention to switch to.
-            auto_switch_to_flash=False,
             **job["engine_options"],
         )
         self._manager = self.model.init_continuous_batching(
@@ -152,6 +150,9 @@ class CompiledBatches(TransformersEngine):
     def _prepare(self, job: dict[str, Any]) -> None:
         self._max_len = job["max_model_len"]
         self._caches: dict[int, StaticCache] = {}
+        # Else the ninth shape would run uncompiled, without a word.
+        torch._dynamo.config.recompile_limit = 64
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
         mode = "reduce-overhead" if self.device == "cuda" else "default"
         self._step = torch.compile(self._decode, mode=mode, dynamic=False)
 

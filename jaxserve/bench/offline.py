@@ -112,7 +112,9 @@ def run_decode(
         if profile:
             found = [engine.profile(batch(num_tokens)) for num_tokens in _PROFILED]
             if None not in found:
-                kernels[batch_size] = _per_step(*found)
+                stats = _per_step(*found)
+                stats["busy_share"] = round(stats["busy_ms"] / rows[batch_size].value, 3)
+                kernels[batch_size] = stats
     first = min(batch_sizes)
     return {
         "input_len": input_len,

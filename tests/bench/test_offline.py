@@ -122,7 +122,12 @@ def test_decode_steps_are_told_from_prefill(engine):
     result = run_decode(engine, [1, 4], 16, 512, vocab_size=50, seed=0, warm_up_s=0, profile=True)
     assert result["decode_step_ms"] == {"1": 1.1, "4": 1.4}
     assert result["host_gap_ms"] == {"1": 0.25, "4": 0.25}
-    assert result["profiles"]["1"] == {"kernels": 30, "copies": 2, "busy_ms": 0.5}
+    assert result["profiles"]["1"] == {
+        "kernels": 30,
+        "copies": 2,
+        "busy_ms": 0.5,
+        "busy_share": 0.455,
+    }
     assert (result["kernels_per_step"], result["spread"], result["flagged"]) == (30, 0, False)
     # Warm-up and the two passes, each of 64 and 512 tokens.
     assert engine.calls[:5] == [[(16, n)] for n in (64, 64, 512, 64, 512)]

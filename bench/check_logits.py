@@ -1,0 +1,110 @@
+"""Whether an engine as it is timed says the same as plain JAX on the same weights.
+
+    PYTHONPATH=. python bench/check_logits.py --shape qwen2.5-0.5b
+
+The engine answers a batch of requests of mixed lengths, greedily, with the log-probability of every
+token: prompts go through its prefill steps, answers through its decode steps, both together in
+mixed ones. Then an engine with the reference attention and small steps scores prompts and answers
+as prompts. Weights are the same, from the same seed. Exit code 1 if the two differ by more than
+bfloat16's rounding explains.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from jaxserve import LLM, SamplingParams
+from jaxserve.bench.shapes import SHAPES, write_shape
+from jaxserve.bench.workloads import TokenRequest, make_requests
+
+MOST_MEAN = {"bfloat16": 0.02, "float32": 1e-4}
+MOST_SINGLE = {"bfloat16": 0.5, "float32": 1e-2}
+"""Largest mean, and largest single, difference of log-probabilities."""
+_SCORE = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+
+
+def logprobs_of(output: Any) -> tuple[list[int], list[float]]:
+    """Ids of prompt and answer, and their log-probabilities from the second on."""
+    answer = output.outputs[0]
+    ids = [*output.prompt_token_ids, *answer.token_ids]
+    entries = [*output.prompt_logprobs[1:], *(answer.logprobs or [])]
+    return ids, [entry[token].logprob for token, entry in zip(ids[1:], entries, strict=False)]
+
+
+def timed_engine(requests: list[TokenRequest], fields: dict[str, Any]) -> list[tuple]:
+    params = [
+        SamplingParams(temperature=0, ignore_eos=True, max_tokens=request.output_len, logprobs=0,
+                       prompt_logprobs=0)
+        for request in requests
+    ]  # fmt: skip
+    with LLM(**fields) as llm:
+        outputs = llm.generate([r.prompt_token_ids for r in requests], params, use_tqdm=False)
+        return [logprobs_of(output) for output in outputs]
+
+
+def reference(sequences: list[list[int]], fields: dict[str, Any]) -> list[list[float]]:
+    small = {"attention_impl": "reference", "max_num_seqs": 8, "max_num_batched_tokens": 128}
+    with LLM(**fields | small) as llm:
+        outputs = llm.generate(sequences, _SCORE, use_tqdm=False)
+        return [logprobs_of(output)[1][: len(output.prompt_token_ids) - 1] for output in outputs]
+
+
+def check(requests: list[TokenRequest], fields: dict[str, Any]) -> dict[str, Any]:
+    """The differences, and whether they pass. `fields` are EngineConfig's."""
+    ours = timed_engine(requests, fields)
+    theirs = reference([ids for ids, _ in ours], fields)
+    differences = [
+        abs(a - b)
+        for (_, left), right in zip(ours, theirs, strict=True)
+        for a, b in zip(left, right, strict=True)
+    ]
+    mean, most = statistics.fmean(differences), max(differences)
+    dtype = fields["dtype"]
+    return {
+        "num_positions": len(differences),
+        "mean_difference": round(mean, 6),
+        "max_difference": round(most, 6),
+        "passed": mean <= MOST_MEAN[dtype] and most <= MOST_SINGLE[dtype],
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=SHAPES, required=True)
+    parser.add_argument("--dtype", choices=tuple(MOST_MEAN), default="bfloat16")
+    parser.add_argument("--num-requests", type=int, default=48)
+    parser.add_argument("--longest", type=int, default=512, help="of the prompts (the least is 1)")
+    parser.add_argument("--output-len", type=int, default=32)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--options", type=json.loads, default={}, help="EngineConfig's, as JSON")
+    args = parser.parse_args()
+    most = max(args.num_requests - 1, 1)
+    lengths = [
+        (1 + (args.longest - 1) * index // most, args.output_len)
+        for index in range(args.num_requests)
+    ]
+    requests = make_requests(lengths, SHAPES[args.shape]["vocab_size"], args.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        fields = {
+            "model": str(write_shape(args.shape, Path(folder))),
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "enable_prefix_caching": False,
+            "dtype": args.dtype,
+            "max_model_len": args.longest + args.output_len + 1,
+            "seed": args.seed,
+            **args.options,
+        }
+        result = check(requests, fields)
+    print(json.dumps(result))
+    return 0 if result["passed"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
