@@ -14,7 +14,6 @@ each turn, and a further call with the same --session goes on with it.
 import argparse
 import json
 import os
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -207,7 +206,7 @@ def main() -> int:
             "model": args.shape,
             "model_folder": str(write_shape(args.shape, folder / args.shape)),
             "vocab_size": SHAPES[args.shape]["vocab_size"],
-            "command": shlex.join(["python", "bench/compare.py", *sys.argv[1:]]),
+            "command": describe()["command"],
             "requests": write_requests(args, folder),
         }
         for name in ("workloads", "dtype", "batch_sizes", "input_len", "output_len", "profile",

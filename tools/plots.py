@@ -13,6 +13,7 @@ import matplotlib
 from compare_files import ROOT, compare_files, engines_of, median, of_engine, rates, step_times
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FormatStrFormatter, LogLocator
 
 
 def step_plot(axes: Axes, result: dict[str, Any]) -> bool:
@@ -35,6 +36,8 @@ def step_plot(axes: Axes, result: dict[str, Any]) -> bool:
         axes.plot(list(floor), list(floor.values()), "k--", label="floor: memory or arithmetic")
     axes.set(xscale="log", yscale="log", xlabel="batch size", ylabel="ms a decode step")
     axes.set_xticks(sorted(batch_sizes), [str(size) for size in sorted(batch_sizes)])
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
     axes.minorticks_off()
     return bool(batch_sizes)
 

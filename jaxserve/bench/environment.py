@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ PACKAGES = (
     "jax-triton",
 )  # fmt: skip
 _SECRET_FLAG = "--api-key"
+_ABSOLUTE_PATH = re.compile(r"(^|=)/(?:[^/]*/)*([^/]+)")
 
 
 def cpu_name() -> str:
@@ -42,11 +44,12 @@ def versions() -> dict[str, str]:
 
 
 def describe(threads: int | None = None) -> dict[str, Any]:
-    """Hardware, versions, date and command of this run; keys in the command are blanked."""
+    """Hardware, versions, date and command of this run. In the command, keys are blanked and of
+    absolute paths only the last part is left."""
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "command": " ".join(
-            [_program(sys.argv[0]), *map(shlex.quote, _without_keys(sys.argv[1:]))]
+            [_program(sys.argv[0]), *map(shlex.quote, _without_secrets(sys.argv[1:]))]
         ),
         "hardware": {
             "cpu": cpu_name(),
@@ -75,12 +78,12 @@ def _program(path: str) -> str:
     return f"python {script}"
 
 
-def _without_keys(arguments: Sequence[str]) -> list[str]:
+def _without_secrets(arguments: Sequence[str]) -> list[str]:
     kept = []
     for index, argument in enumerate(arguments):
         if index and arguments[index - 1] == _SECRET_FLAG:
             argument = "..."
         elif argument.startswith(f"{_SECRET_FLAG}="):
             argument = f"{_SECRET_FLAG}=..."
-        kept.append(argument)
+        kept.append(_ABSOLUTE_PATH.sub(r"\1\2", argument))
     return kept

@@ -138,12 +138,13 @@ def test_nobody_listens(cli):
 
 def test_keys_are_sent_but_not_kept(bench_serve, server, tmp_path, monkeypatch):
     secret = "sk-secret"
-    monkeypatch.setattr("sys.argv", ["jaxserve", "bench", "serve", "--api-key", secret])
+    argv = ["/a/b/jaxserve", "bench", "serve", "--api-key", secret, "--plot=/home/me/a b.png"]
+    monkeypatch.setattr("sys.argv", argv)
     code, result, _ = bench_serve(*SMALL, "--api-key", secret)
     assert code == 0
     assert server.headers[-1]["Authorization"] == f"Bearer {secret}"
     assert secret not in json.dumps(result)
-    assert result["command"] == "jaxserve bench serve --api-key ..."
+    assert result["command"] == "jaxserve bench serve --api-key ... '--plot=a b.png'"
     key_file = tmp_path / "key"
     key_file.write_text("sk-other\n")
     bench_serve(*SMALL, "--api-key-file", key_file)
