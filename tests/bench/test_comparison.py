@@ -38,8 +38,8 @@ def record(engine, turn, workload="8x8", rate=None, step=None, flagged=False):
         "prefill_tokens_per_s": None,
         "decode_step_ms": step and {"1": step},
         "rows": {"1": {"flagged": flagged}},
-        "profiles": {"1": {"kernels": 30, "busy_ms": 0.5}},
-        "host_gap_ms": {"1": 0.25},
+        "profiles": step and {"1": {"kernels": 30, "busy_ms": 0.5}},
+        "host_gap_ms": step and {"1": 0.25},
         "flagged": flagged,
     }
 
