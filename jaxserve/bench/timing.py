@@ -9,6 +9,7 @@ from jaxserve.bench.gpu import ClockMonitor
 
 FLAG_OVER = 0.15
 """Passes that differ by more than this share prove nothing."""
+NO_FIGURE = 999.0
 _SETTLED = 0.03
 _MOST_WARM_UPS = 5
 """Times the least warm-up that a clock gets to settle."""
@@ -40,7 +41,10 @@ class Row:
 
 
 def spread_of(passes: Sequence[float]) -> float:
-    """How much the largest exceeds the smallest, as a share."""
+    """How much the largest exceeds the smallest, as a share. A figure that is not positive is noise
+    and no figure: the spread is then NO_FIGURE."""
+    if min(passes) <= 0:
+        return NO_FIGURE
     return round(max(passes) / min(passes) - 1, 3)
 
 

@@ -110,7 +110,11 @@ def test_requests_are_the_same_for_every_engine(tmp_path):
 
 
 def test_passes_that_differ_are_flagged():
-    for values, spread, flagged in (([10.0, 11.0], 0.1, False), ([10.0, 11.6], 0.16, True)):
+    for values, spread, flagged in (
+        ([10.0, 11.0], 0.1, False),
+        ([11.6, 10.0], 0.16, True),
+        ([-1.0, 10.0], 999.0, True),
+    ):
         passes, warmed = iter(values), []
         row = measure(lambda p=passes: next(p), lambda w=warmed: w.append(1), 0.0)
         assert (row.passes, row.spread, row.flagged) == (values, spread, flagged)
