@@ -1,12 +1,11 @@
 """What is asked of an engine: lengths by name or from a file, token ids from a seed."""
 
 import json
+import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
 
 from scheduler import read_trace
 
@@ -75,8 +74,9 @@ def make_requests(
     lengths: Sequence[tuple[int, int]], vocab_size: int, seed: int
 ) -> list[TokenRequest]:
     """Random token ids below `vocab_size`; the same for the same arguments."""
-    rng = np.random.default_rng(seed)
-    return [TokenRequest(rng.integers(0, vocab_size, i).tolist(), o) for i, o in lengths]
+    rng = random.Random(seed)
+    ids = range(vocab_size)
+    return [TokenRequest(rng.choices(ids, k=input_len), output) for input_len, output in lengths]
 
 
 def save_requests(path: Path, requests: Sequence[TokenRequest]) -> None:
