@@ -39,7 +39,8 @@ class EngineConfig:
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     tensor_parallel_size: int = 1
     attention_impl: Literal["auto", "reference", "triton", "mosaic"] = "auto"
-    """"auto": "mosaic" on a Hopper GPU, "triton" on another, "reference" on a CPU."""
+    """"auto": "triton" on a GPU, "reference" on a CPU. "mosaic", on a Hopper GPU, has long prefills
+    in a kernel of their own."""
     max_logprobs: int = 20
     """Most candidates that a request may ask for at one position."""
     seed: int = 0

@@ -86,8 +86,7 @@ def start(config: EngineConfig) -> EngineParts:
         dtype = config.dtype if config.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
         impl = config.attention_impl
         if impl == "auto":
-            hopper = on_gpu and device.compute_capability == "9.0"
-            impl = "mosaic" if hopper else "triton" if on_gpu else "reference"
+            impl = "triton" if on_gpu else "reference"
         definition = ModelDefinition.create(
             model_config,
             tensor_parallel_size=config.tensor_parallel_size,
