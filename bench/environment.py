@@ -8,7 +8,17 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-PACKAGES = ("jaxserve", "jax", "jaxlib", "flax", "numpy", "transformers", "torch", "jax-triton")
+PACKAGES = (
+    "jaxserve",
+    "jax",
+    "jaxlib",
+    "flax",
+    "numpy",
+    "transformers",
+    "llguidance",
+    "torch",
+    "jax-triton",
+)
 
 
 def cpu_name() -> str:

@@ -49,7 +49,7 @@ class StructuredOutputsParams:
     json: str | Mapping[str, Any] | None = None
     """JSON that a JSON Schema validates; the schema as a mapping or its text. Kept as text."""
     regex: str | None = None
-    """Text that this regular expression matches from its beginning to its end."""
+    """Text that this regular expression (Rust's syntax; \\d is 0 to 9) matches as a whole."""
     choice: Sequence[str] | None = None
     """One of these texts."""
     grammar: str | None = None
