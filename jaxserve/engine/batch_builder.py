@@ -27,6 +27,7 @@ def request_columns(state: RequestState) -> np.ndarray:
     columns[Column.NUM_LOGPROBS] = -1 if params.logprobs is None else params.logprobs
     columns[Column.HAS_BIAS] = state.has_bias
     columns[Column.HAS_BAD_WORDS] = bool(state.bad_word_token_ids)
+    columns[Column.HAS_GRAMMAR] = state.matcher is not None
     columns[Column.TEMPERATURE] = float_bits(params.temperature)
     columns[Column.TOP_P] = float_bits(params.top_p)
     columns[Column.MIN_P] = float_bits(params.min_p)

@@ -5,18 +5,21 @@ thread of its own.
 """
 
 import itertools
+import logging
 import random
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import jax
 import numpy as np
+from llguidance import LLMatcher
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.batch_builder import BatchBuilder
 from jaxserve.engine.buckets import pick_bucket
+from jaxserve.engine.grammar_masks import GrammarMasks
+from jaxserve.engine.in_flight import InFlight
+from jaxserve.engine.prompts import Prompt, check_prompt, encode_prompt
 from jaxserve.engine.request_state import RequestState, Submission, to_numpy
 from jaxserve.engine.startup import EngineParts, start
 from jaxserve.engine.stats import EngineStats, StepStats
@@ -25,16 +28,10 @@ from jaxserve.outputs import CompletionOutput, OutputDelta, RequestMetrics, Requ
 from jaxserve.sampling import check_token_ids, needs_slot_state, slot_rows
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.detokenizer import IncrementalDetokenizer
+from jaxserve.text.grammar import GrammarCompiler
 from scheduler import FinishReason, Request, Scheduler, SchedulerOutput
 
-Prompt = str | Sequence[int] | Mapping[str, object]
-"""Text, token ids, or a mapping with "prompt" or "prompt_token_ids"."""
-
-
-class _InFlight(NamedTuple):
-    scheduled: SchedulerOutput
-    output: StepOutput
-    launched_s: float
+logger = logging.getLogger(__name__)
 
 
 class Engine:
@@ -54,9 +51,13 @@ class Engine:
         self._builder = BatchBuilder(
             self._parts.scheduler_config.max_num_seqs, self._parts.max_blocks
         )
+        self._grammars: GrammarCompiler | None = None
+        if self.tokenizer is not None:
+            self._grammars = GrammarCompiler(self.tokenizer, self.model_config.vocab_size)
+        self._masks = GrammarMasks(self.model_config.vocab_size, self._parts.eos_token_ids)
         self._states: dict[str, RequestState] = {}
         self._children: dict[str, list[str]] = {}
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[InFlight] = deque()
         self._seeds = random.Random(config.seed)
         self._request_numbers = itertools.count()
         self._num_steps = 0
@@ -106,28 +107,6 @@ class Engine:
 
     # Requests. `prepare` touches nothing that a step uses, so any thread may call it.
 
-    def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """(text, token ids) of a prompt; the text is None if ids came in."""
-        if isinstance(prompt, Mapping):
-            if "prompt_token_ids" in prompt:
-                prompt = prompt["prompt_token_ids"]
-            elif "prompt" in prompt:
-                prompt = prompt["prompt"]
-            else:
-                raise ValueError(
-                    "a prompt given as a mapping needs 'prompt' or 'prompt_token_ids', got the "
-                    f"keys {sorted(map(str, prompt))}"
-                )
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("this engine has no tokenizer: give prompt token ids")
-            if not prompt:
-                raise ValueError("the prompt is empty")
-            return prompt, self.tokenizer.encode(prompt)
-        if not isinstance(prompt, Sequence | np.ndarray):
-            raise ValueError(f"a prompt must be a string or token ids, got {type(prompt).__name__}")
-        return None, list(prompt)
-
     def prepare(
         self,
         prompt: Prompt,
@@ -135,15 +114,18 @@ class Engine:
         request_id: str | None = None,
         priority: int = 0,
     ) -> Submission:
-        """Check a request against this model and set up its state; ValueError if it cannot be."""
+        """Check a request against this model and set up its state; ValueError if it cannot be.
+
+        Compiles its grammar, if it has one that is not known yet; others wait for that.
+        """
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be SamplingParams, got {params!r}")
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise ValueError(f"priority must be an integer, got {priority!r}")
         if not isinstance(request_id, str | None):
             raise ValueError(f"request_id must be a string, got {request_id!r}")
-        text, ids = self.encode(prompt)
-        self._check_prompt(ids)
+        text, ids = encode_prompt(prompt, self.tokenizer)
+        check_prompt(ids, self.model_config.vocab_size, self.max_model_len)
         ids = [int(i) for i in ids]
         bad_words = self._check_params(params)
         # Sequences have names of their own: two requests of one id may follow each other while
@@ -153,7 +135,11 @@ class Engine:
             request_id = f"request-{number}"
         room = self.max_model_len - len(ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        eos = frozenset() if params.ignore_eos else self._parts.eos_token_ids
+        has_grammar = params.structured_outputs is not None
+        # With a grammar the token masks hold the end back, and let it through when it is all that
+        # is left; it counts then.
+        ignores_eos = params.ignore_eos and not has_grammar
+        eos = frozenset() if ignores_eos else self._parts.eos_token_ids
         metrics = RequestMetrics(arrival_s=time.monotonic())
         output = RequestOutput(
             request_id=request_id,
@@ -172,7 +158,7 @@ class Engine:
                 prompt_token_ids=ids,
                 max_tokens=max_tokens,
                 stop_token_ids=eos | frozenset(params.stop_token_ids),
-                min_tokens=params.min_tokens,
+                min_tokens=0 if has_grammar else params.min_tokens,
                 priority=priority,
                 use_prefix_cache=params.prompt_logprobs is None,
             )
@@ -191,26 +177,10 @@ class Engine:
                 tokenizer=self.tokenizer,
                 detokenizer=detokenizer,
                 eos_token_ids=eos,
+                matcher=self._matcher(params),
             )
             submission.states.append(state)
         return submission
-
-    def _check_prompt(self, ids: Sequence[int]) -> None:
-        vocab_size = self.model_config.vocab_size
-        if len(ids) == 0:
-            raise ValueError("the prompt is empty")
-        for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int | np.integer):
-                raise ValueError(f"prompt token ids must be integers, got {token!r}")
-            if not 0 <= token < vocab_size:
-                raise ValueError(
-                    f"prompt token id {token} is outside the vocabulary (0 to {vocab_size - 1})"
-                )
-        if len(ids) >= self.max_model_len:
-            raise ValueError(
-                f"the prompt has {len(ids)} tokens, but max_model_len={self.max_model_len} leaves "
-                f"room for at most {self.max_model_len - 1} and one output token"
-            )
 
     def _check_params(self, params: SamplingParams) -> list[list[int]]:
         """Check what depends on the model; returns the token sequences of `bad_words`."""
@@ -232,6 +202,18 @@ class Engine:
         check_token_ids(params, words, self.model_config.vocab_size)
         return words
 
+    def _matcher(self, params: SamplingParams) -> LLMatcher | None:
+        if params.structured_outputs is None:
+            return None
+        if self._grammars is None:
+            raise ValueError("structured_outputs needs a tokenizer, and this engine has none")
+        return self._grammars.matcher(params.structured_outputs)
+
+    def must_compile(self, params: SamplingParams) -> bool:
+        """Whether `prepare` has to compile a grammar first."""
+        structure = params.structured_outputs
+        return not (structure is None or self._grammars is None or self._grammars.has(structure))
+
     def add(self, submission: Submission) -> None:
         """Queue a prepared request. ValueError, and nothing queued, if its id is in use."""
         request_id = submission.output.request_id
@@ -246,10 +228,14 @@ class Engine:
         """End a request now; its blocks are free at once. Nothing happens if it is unknown."""
         deltas = []
         for child_id in list(self._children.get(request_id, ())):
-            self._scheduler.abort(child_id)
-            deltas.append(self._states[child_id].aborted())
-            self._forget(child_id)
+            deltas.append(self._abort(child_id))
         return deltas
+
+    def _abort(self, child_id: str) -> OutputDelta:
+        self._scheduler.abort(child_id)
+        delta = self._states[child_id].aborted()
+        self._forget(child_id)
+        return delta
 
     def is_open(self, request_id: str) -> bool:
         """True until every sequence of the request has finished or was aborted."""
@@ -298,18 +284,24 @@ class Engine:
         bucket = pick_bucket(parts.buckets, scheduled.num_tokens)
         packed = self._builder.build(scheduled, self._states, parts.programs.layouts[bucket])
         packed = jax.device_put(packed, parts.replicated)
+        previous = self._in_flight[-1] if self._in_flight else None
+        masks = self._masks.fill(scheduled, self._states, previous, bucket.num_rows)
+        token_masks = parts.no_masks[bucket]
+        if masks is not None:
+            token_masks = jax.device_put(masks, parts.replicated)
         parts.kv_caches, parts.slots, output = parts.programs.steps[bucket](
-            parts.params, parts.kv_caches, parts.slots, packed
+            parts.params, parts.kv_caches, parts.slots, packed, token_masks
         )
         output.sampled.token_ids.copy_to_host_async()
         launched = time.monotonic()
-        if self._in_flight:
-            self._steps.host_gap_s.observe(self._gap_before(launched))
-        self._in_flight.append(_InFlight(scheduled, output, launched))
+        if previous is not None:
+            self._steps.host_gap_s.observe(self._gap_between(previous, launched))
+        self._in_flight.append(InFlight(scheduled, output, launched))
         self._num_steps += 1
 
-    def _gap_before(self, launched: float) -> float:
-        previous = self._in_flight[-1]
+    def _gap_between(self, previous: InFlight, launched: float) -> float:
+        if previous.arrived_s is not None:
+            return launched - previous.arrived_s
         if not previous.output.sampled.token_ids.is_ready():
             return 0.0
         return launched - max(previous.launched_s, self._resolved_s)
@@ -327,17 +319,21 @@ class Engine:
             self._parts.slots, *jax.device_put((np.int32(slot), *rows), self._parts.replicated)
         )
 
-    def _resolve(self, in_flight: _InFlight) -> list[OutputDelta]:
-        scheduled, output, launched = in_flight
-        token_ids = np.asarray(output.sampled.token_ids).tolist()
-        now = time.monotonic()
-        self._steps.observe(scheduled, now - max(launched, self._resolved_s))
-        self._resolved_s = now
+    def _resolve(self, in_flight: InFlight) -> list[OutputDelta]:
+        scheduled, output = in_flight.scheduled, in_flight.output
+        token_ids = in_flight.token_ids()
+        begin = max(in_flight.launched_s, self._resolved_s)
+        self._steps.observe(scheduled, in_flight.arrived_s - begin)
+        self._resolved_s = in_flight.arrived_s
         deltas = self._prompt_logprobs(scheduled, output)
         sampled = None
         rows = {row.request_id: i for i, row in enumerate(scheduled.scheduled) if row.samples}
-        for event in self._scheduler.update(scheduled, token_ids[: len(scheduled.scheduled)]):
+        for event in self._scheduler.update(scheduled, token_ids):
             state = self._states[event.request_id]
+            if state.matcher is not None and state.matcher.is_error():
+                logger.warning("a request's grammar failed: %s", state.matcher.get_error())
+                deltas.append(self._abort(event.request_id))
+                continue
             logprobs = None
             if state.params.logprobs is not None:
                 sampled = sampled or to_numpy(output.sampled)
@@ -380,4 +376,6 @@ class Engine:
         self._states.clear()
         self._children.clear()
         self._in_flight.clear()
+        if self._grammars is not None:
+            self._grammars.close()
         self._parts.free()

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 
 import numpy as np
+from llguidance import LLMatcher
 
 from jaxserve.outputs import Logprob, OutputDelta, RequestMetrics, RequestOutput
 from jaxserve.sampling import SampleOutput
@@ -34,6 +35,8 @@ class RequestState:
     tokenizer: Tokenizer | None
     detokenizer: IncrementalDetokenizer | None
     eos_token_ids: frozenset[int]
+    matcher: LLMatcher | None = None
+    """Where the output stands in its grammar, if it has one; one token behind the newest."""
     num_prompt_logprobs: int = 0
     """Prompt positions already reported; a preempted request computes them again."""
 

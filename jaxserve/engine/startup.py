@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -19,6 +20,7 @@ from jaxserve.engine.programs import (
     Programs,
     compile_programs,
     padding_batch,
+    token_masks_shape,
     use_compilation_cache,
 )
 from jaxserve.model.definition import ModelDefinition
@@ -41,6 +43,8 @@ class EngineParts:
     max_blocks: int
     buckets: tuple[Bucket, ...]
     programs: Programs
+    no_masks: dict[Bucket, jax.Array]
+    """The token masks of a step without a grammar, which are not read."""
     replicated: NamedSharding
     params: Any
     kv_caches: tuple[jax.Array, ...]
@@ -56,9 +60,10 @@ class EngineParts:
 
     def free(self) -> None:
         """Delete the device arrays."""
-        for array in jax.tree.leaves((self.params, self.kv_caches, self.slots)):
+        masks = tuple(self.no_masks.values())
+        for array in jax.tree.leaves((self.params, self.kv_caches, self.slots, masks)):
             array.delete()
-        self.params, self.kv_caches, self.slots = None, (), None
+        self.params, self.kv_caches, self.slots, self.no_masks = None, (), None, {}
 
 
 class _Phases:
@@ -146,9 +151,10 @@ def start(config: EngineConfig) -> EngineParts:
     with phase("warm_up"):
         kv_caches = definition.init_kv_caches(num_blocks, config.block_size, mesh)
         replicated = NamedSharding(mesh, P())
+        no_masks = _make_no_masks(buckets, model_config.vocab_size, replicated)
         for bucket, step in programs.steps.items():
             packed = jax.device_put(padding_batch(layouts[bucket]), replicated)
-            kv_caches, slots, output = step(params, kv_caches, slots, packed)
+            kv_caches, slots, output = step(params, kv_caches, slots, packed, no_masks[bucket])
         jax.block_until_ready(output)
 
     return EngineParts(
@@ -167,6 +173,7 @@ def start(config: EngineConfig) -> EngineParts:
         max_blocks=max_blocks,
         buckets=buckets,
         programs=programs,
+        no_masks=no_masks,
         replicated=replicated,
         params=params,
         kv_caches=kv_caches,
@@ -177,3 +184,13 @@ def start(config: EngineConfig) -> EngineParts:
 
 def _make_slots(max_num_seqs: int, vocab_size: int, sharding: NamedSharding) -> SlotState:
     return jax.jit(lambda: new_slot_state(max_num_seqs, vocab_size), out_shardings=sharding)()
+
+
+def _make_no_masks(
+    buckets: tuple[Bucket, ...], vocab_size: int, sharding: NamedSharding
+) -> dict[Bucket, jax.Array]:
+    shapes = {bucket: token_masks_shape(bucket, vocab_size) for bucket in buckets}
+    arrays = {
+        shape: jax.device_put(np.zeros(shape, np.int32), sharding) for shape in shapes.values()
+    }
+    return {bucket: arrays[shape] for bucket, shape in shapes.items()}

@@ -33,12 +33,13 @@ class StepOutput(NamedTuple):
 def make_step(
     definition: ModelDefinition, mesh: Mesh, layout: BatchLayout, max_logprobs: int
 ) -> Callable[..., tuple[tuple[Float[Array, "P K 2 S H"], ...], SlotState, StepOutput]]:
-    """The step for one bucket: (params, kv_caches, slots, packed) -> (kv_caches, slots, output).
+    """The step for one bucket:
+    (params, kv_caches, slots, packed, token_masks) -> (kv_caches, slots, output).
 
     Runs under `shard_map` over the mesh's tensor axis; `kv_caches` and `slots` are donated.
     """
 
-    def step(params, kv_caches, slots: SlotState, packed: Int32[Array, "size"]):
+    def step(params, kv_caches, slots: SlotState, packed: Int32[Array, "size"], token_masks):
         batch = layout.unpack(packed)
         model = definition.bind(params)
         from_slot = batch.token_ids == FROM_SLOT
@@ -46,7 +47,7 @@ def make_step(
         hidden, kv_caches = model(token_ids, kv_caches, batch.attention)
         logits = model.logits(hidden[batch.last_tokens])
         prompt = _prompt_logprobs(model, hidden, batch, max_logprobs)
-        sampled, slots = sample(logits, batch.rows, slots, max_logprobs=max_logprobs)
+        sampled, slots = sample(logits, batch.rows, slots, token_masks, max_logprobs=max_logprobs)
         return kv_caches, slots, StepOutput(sampled, prompt)
 
     sharded = jax.shard_map(
@@ -55,6 +56,7 @@ def make_step(
         in_specs=(
             partition_specs(definition.abstract_params),
             KV_CACHE_SPEC,
+            P(),
             P(),
             P(),
         ),
