@@ -24,9 +24,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from environment import describe
 from kernel_time import copy_bandwidth, kernel_times, matmul_rate
 
+from jaxserve.bench.environment import describe
 from pallas_kernels.paged_attention import gpu, paged_attention, tuning
 
 KERNELS = ("_attend", "paged_prefill")
