@@ -3,9 +3,11 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 LogFormat = Literal["text", "json"]
+ToolCallParserName = Literal["hermes", "llama3_json"]
+ReasoningParserName = Literal["deepseek_r1", "qwen3"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +28,12 @@ class ServerConfig:
     the model."""
     chat_template: str | None = None
     """A Jinja file, for the model's own."""
+    enable_auto_tool_choice: bool = False
+    """Let the model decide whether to call the tools of a request; needs tool_call_parser."""
+    tool_call_parser: ToolCallParserName | None = None
+    """How the model writes calls."""
+    reasoning_parser: ReasoningParserName | None = None
+    """How the model marks what it thinks, so that answers tell it apart from their content."""
     allowed_origins: Sequence[str] = ()
     """Web origins whose pages may call the server ("*": all); none by default."""
     max_request_bytes: int = 32 << 20
@@ -62,4 +70,11 @@ class ServerConfig:
             value = getattr(self, name)
             fits = math.isfinite(value) and (value >= 0 if least == "0" else value > 0)
             check(fits, name, "at least 0" if least == "0" else least)
+        for name, names in (
+            ("tool_call_parser", get_args(ToolCallParserName)),
+            ("reasoning_parser", get_args(ReasoningParserName)),
+        ):
+            check(getattr(self, name) in (None, *names), name, " or ".join(names))
+        if self.enable_auto_tool_choice and self.tool_call_parser is None:
+            raise ValueError("enable_auto_tool_choice needs a tool_call_parser")
         check(self.log_format in ("text", "json"), "log_format", "text or json")

@@ -146,7 +146,7 @@ class _Server:
         )
         names = list(self._config.served_model_name) or [self._engine_config.model]
         self._status.service = await asyncio.to_thread(
-            Service, self._engine, info, tokenizer, names, self._chat_template
+            Service, self._engine, info, tokenizer, names, self._chat_template, self._config
         )
         logger.info(_ready_line(names[0], info, time.monotonic() - begin))
 

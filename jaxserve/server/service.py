@@ -3,7 +3,8 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -14,10 +15,13 @@ from jaxserve.engine.process import EngineProcess
 from jaxserve.engine.streams import EngineDeadError, RequestStream
 from jaxserve.outputs import OutputDelta
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.server.config import ServerConfig
 from jaxserve.server.metrics import RequestClock, ServerMetrics
+from jaxserve.server.protocol.answer import AnswerFormat
 from jaxserve.server.protocol.chat import ChatShaper
 from jaxserve.server.protocol.completions import CompletionShaper
 from jaxserve.server.protocol.errors import ApiError, from_engine
+from jaxserve.server.protocol.messages import conversation
 from jaxserve.server.protocol.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -55,6 +59,7 @@ class Service:
         tokenizer: Tokenizer,
         model_names: Sequence[str],
         chat_template: str | None,
+        config: ServerConfig,
     ) -> None:
         self.engine = engine
         self.info = info
@@ -62,6 +67,8 @@ class Service:
         self._tokenizer = tokenizer
         self._model_names = model_names
         self._chat_template = chat_template
+        self._enable_auto_tool_choice = config.enable_auto_tool_choice
+        self._format = AnswerFormat(config.tool_call_parser, config.reasoning_parser)
         self._created = int(time.time())
         self._max_text_bytes = _MAX_SHRINK * info.max_model_len * tokenizer.longest_token_bytes()
 
@@ -84,9 +91,10 @@ class Service:
 
     async def tokenize(self, body: TokenizeTextRequest | TokenizeChatRequest) -> Tokenized:
         self._check_model(body.model)
-        ids = await _in_thread(
-            self._encode_text if isinstance(body, TokenizeTextRequest) else self._encode_chat, body
-        )
+        if isinstance(body, TokenizeTextRequest):
+            ids = await _in_thread(self._encode, body.prompt, body.add_special_tokens)
+        else:
+            ids = (await _in_thread(self._encode_chat, body)).token_ids
         strings = [self._tokenizer.token_text(i) for i in ids] if body.return_token_strs else None
         return {
             "count": len(ids),
@@ -124,11 +132,23 @@ class Service:
     async def chat(self, body: ChatCompletionRequest, http: Request, id_: str) -> Response:
         arrival_s = time.monotonic()
         self._check_model(body.model)
+        if body.parses_tools and not self._enable_auto_tool_choice:
+            raise ApiError(
+                400,
+                '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to '
+                "be set",
+                param="tool_choice",
+            )
         params = _params(body)
-        token_ids = await _in_thread(self._encode_chat, body)
-        self._check_len(len(token_ids))
-        prompts = [EncodedPrompt(token_ids)]
-        shaper = ChatShaper(body, params, self._head(id_), [id_], prompts, self._tokenizer)
+        if any(map(self._tokenizer.is_special, self._format.tags(body))):
+            params = replace(params, skip_special_tokens=False)
+        prompt = await _in_thread(self._encode_chat, body)
+        self._check_len(len(prompt.token_ids))
+        prompts = [prompt]
+        new_answer = partial(self._format.answer, body, prompt.text)
+        shaper = ChatShaper(
+            body, params, self._head(id_), [id_], prompts, self._tokenizer, new_answer
+        )
         return await self._answer(body, http, shaper, _Batch([id_], prompts, params), arrival_s)
 
     async def _answer(
@@ -184,9 +204,6 @@ class Service:
 
     # Encoding, off the event loop.
 
-    def _encode_text(self, body: TokenizeTextRequest) -> list[int]:
-        return self._encode(body.prompt, body.add_special_tokens)
-
     def _encode_prompt(self, prompt: str | list[int], add_special_tokens: bool) -> EncodedPrompt:
         text = prompt if isinstance(prompt, str) else None
         ids = self._encode(prompt, add_special_tokens) if text is not None else prompt
@@ -194,14 +211,16 @@ class Service:
         self._check_ids(ids)
         return EncodedPrompt(ids, text)
 
-    def _encode_chat(self, body: ChatCompletionRequest | TokenizeChatRequest) -> list[int]:
+    def _encode_chat(self, body: ChatCompletionRequest | TokenizeChatRequest) -> EncodedPrompt:
         text = self._tokenizer.render_chat(
-            body.conversation(),
+            conversation(body.messages),
             add_generation_prompt=body.adds_generation_prompt,
+            tools=body.tool_definitions,
             chat_template=self._chat_template,
             continue_final_message=body.continue_final_message,
+            variables=body.template_variables,
         )
-        return self._encode(text, body.add_special_tokens)
+        return EncodedPrompt(self._encode(text, body.add_special_tokens), text)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         num_bytes = len(text.encode())

@@ -1,5 +1,6 @@
 """Text to token ids and back, for one model folder."""
 
+import inspect
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,6 +12,10 @@ from jinja2 import TemplateError
 
 from jaxserve.text.token_bytes import TokenBytes
 
+_TEMPLATE_ERRORS = (
+    TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError,
+)  # fmt: skip
+"""What messages that a template was not written for may lead to."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -76,15 +81,22 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
         continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The conversation as the model sees it; `chat_template` (Jinja) replaces the model's own.
         `continue_final_message` leaves the last message open, for the model to go on with it.
+        `variables` are the template's, beside messages and tools.
 
         Raises ValueError if the messages are malformed, if there is no template, or if the
         template refuses the messages.
         """
         if self._hf.chat_template is None and chat_template is None:
             raise ValueError("the model has no chat template: give one, or use plain prompts")
+        variables = variables or {}
+        # They come from clients, who must not get at the call's own arguments.
+        own = inspect.signature(self._hf.apply_chat_template).parameters.keys()
+        if taken := sorted(variables.keys() & (own | {"messages"})):
+            raise ValueError(f"chat_template_kwargs must not set {', '.join(taken)}")
         try:
             return self._hf.apply_chat_template(
                 [_plain_message(i, message) for i, message in enumerate(_as_list(messages))],
@@ -93,9 +105,14 @@ class Tokenizer:
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tokenize=False,
+                **variables,
             )
-        except (TemplateError, TypeError) as error:
+        except _TEMPLATE_ERRORS as error:
             raise ValueError(f"the chat template cannot take the messages: {error}") from error
+
+    def is_special(self, text: str) -> bool:
+        """Whether the text is a special token, which texts leave out unless told otherwise."""
+        return self._backend.token_to_id(text) in self.special_token_ids
 
     def encode_bad_word(self, word: str) -> list[list[int]]:
         """The token sequences to ban for `word`: at the start of a text and after a space."""

@@ -1,10 +1,11 @@
 """Answers of /v1/chat/completions."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxserve.outputs import Logprob, OutputDelta
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.server.protocol.answer import Answer
 from jaxserve.server.protocol.requests import ChatCompletionRequest
 from jaxserve.server.protocol.responses import ChatLogprobs, ContentLogprob, TokenLogprob
 from jaxserve.server.protocol.shaping import (
@@ -29,6 +30,7 @@ class ChatShaper(Shaper):
         request_ids: Sequence[str],
         prompts: Sequence[EncodedPrompt],
         tokenizer: Tokenizer,
+        new_answer: Callable[[], Answer],
     ) -> None:
         super().__init__(
             head,
@@ -41,6 +43,7 @@ class ChatShaper(Shaper):
         )
         self._request = request
         self._role_is_due = [True] * params.n
+        self._answers = [new_answer() for _ in range(params.n)]
 
     def choices(self, delta: OutputDelta, prompt_index: int) -> Iterator[dict[str, Any]]:
         if self._role_is_due[delta.index]:
@@ -51,22 +54,24 @@ class ChatShaper(Shaper):
                 "logprobs": None,
                 "finish_reason": None,
             }
+        answer = self._answers[delta.index]
+        change = answer.delta(delta.text, finished=delta.finish_reason is not None)
         logprobs = self._logprobs(delta)
-        if delta.text or logprobs or delta.finish_reason:
+        if change or logprobs or delta.finish_reason:
             yield {
                 "index": delta.index,
-                "delta": {"content": delta.text} if delta.text else {},
+                "delta": change,
                 "logprobs": logprobs,
-                "finish_reason": delta.finish_reason,
+                "finish_reason": self._finish_reason(delta),
                 "stop_reason": delta.stop_reason,
             }
 
     def whole_choice(self, delta: OutputDelta, prompt_index: int) -> dict[str, Any]:
         return {
             "index": delta.index,
-            "message": {"role": "assistant", "content": delta.text},
+            "message": self._answers[delta.index].message(delta.text),
             "logprobs": self._logprobs(delta),
-            "finish_reason": delta.finish_reason,
+            "finish_reason": self._finish_reason(delta),
             "stop_reason": delta.stop_reason,
         }
 
@@ -77,8 +82,16 @@ class ChatShaper(Shaper):
             answer["prompt_logprobs"] = prompt_logprobs_json(positions)
         return answer
 
+    def _finish_reason(self, delta: OutputDelta) -> str | None:
+        """As OpenAI has it: calls are no reason if the one function was the client's choice."""
+        if delta.finish_reason == "stop" and self._answers[delta.index].has_calls:
+            return "stop" if self._request.names_function else "tool_calls"
+        return delta.finish_reason
+
     def _logprobs(self, delta: OutputDelta) -> ChatLogprobs | None:
         if not self._request.logprobs or not delta.token_ids:
+            return None
+        if self._answers[delta.index].hides_text:
             return None
         return {
             "content": [

@@ -4,13 +4,30 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.sampling_params import SamplingParams, StructuredOutputsParams
+from jaxserve.server.protocol.messages import Message
 from jaxserve.server.protocol.structured import (
     ResponseFormat,
     StructuredOutputs,
     structured_outputs,
+)
+from jaxserve.server.protocol.tools import (
+    NamedToolChoice,
+    ToolChoice,
+    Tools,
+    arguments_schema,
+    calls_schema,
+    find_function,
 )
 
 MAX_TOKEN_ID = 2**31 - 1
@@ -183,22 +200,6 @@ class CompletionRequest(_SamplingBody):
         return self.prompt
 
 
-class TextPart(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(BaseModel):
-    """What else it holds is for the chat template."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
-
-
 class _ChatBody(_Body):
     model: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -206,6 +207,12 @@ class _ChatBody(_Body):
     """None: unless the last message is to be continued."""
     continue_final_message: bool = False
     add_special_tokens: bool = False
+    tools: Tools | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """More variables for the chat template."""
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
 
     @model_validator(mode="after")
     def _check_end(self) -> "_ChatBody":
@@ -221,22 +228,65 @@ class _ChatBody(_Body):
             return not self.continue_final_message
         return self.add_generation_prompt
 
-    def conversation(self) -> list[dict[str, Any]]:
-        """The messages for a chat template, which knows a developer as "system"."""
-        messages = [message.model_dump(exclude_unset=True) for message in self.messages]
-        for message in messages:
-            if message["role"] == "developer":
-                message["role"] = "system"
-        return messages
+    @property
+    def tool_definitions(self) -> list[dict[str, Any]] | None:
+        """The tools for the chat template; None, as it wants to see it, if there are none."""
+        return [tool.model_dump(exclude_unset=True) for tool in self.tools or ()] or None
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """What the chat template is told beside messages and tools."""
+        variables: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            variables["reasoning_effort"] = self.reasoning_effort
+            variables["enable_thinking"] = self.reasoning_effort != "none"
+        return variables | (self.chat_template_kwargs or {})
 
 
 class ChatCompletionRequest(_ChatBody, _SamplingBody):
-    unsupported = {"tools": [], "functions": []}
+    unsupported = {"functions": [], "function_call": "none", "chat_template": ""}
 
     max_tokens: Annotated[Count, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[Count, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=1024)] | None = None
+    tool_choice: ToolChoice | None = None
+    """None: "auto" if there are tools."""
+    parallel_tool_calls: bool | None = None
+    """False: at most one call."""
+    include_reasoning: bool = True
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _check_tool_choice(
+        cls, choice: ToolChoice | None, info: ValidationInfo
+    ) -> ToolChoice | None:
+        if choice in (None, "none") or "tools" not in info.data:
+            return choice
+        if not info.data["tools"]:
+            raise ValueError("needs tools to choose from")
+        if isinstance(choice, NamedToolChoice):
+            find_function(info.data["tools"], choice)
+        return choice
+
+    @property
+    def parses_tools(self) -> bool:
+        """The model decides whether to call functions, in a style of its own."""
+        return bool(self.tools) and self.tool_choice in (None, "auto")
+
+    @property
+    def constrains_text(self) -> bool:
+        """The answer's whole text is held to a grammar."""
+        return self.tool_choice == "required" or self.names_function
+
+    @property
+    def names_function(self) -> bool:
+        """The client has chosen the one function to call."""
+        return isinstance(self.tool_choice, NamedToolChoice)
+
+    @property
+    def max_calls(self) -> int | None:
+        return 1 if self.parallel_tool_calls is False else None
 
     def to_params(self) -> SamplingParams:
         """ValueError, beginning with a field's name, for what cannot be."""
@@ -245,9 +295,24 @@ class ChatCompletionRequest(_ChatBody, _SamplingBody):
         limit = (
             self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         )
-        return self._params(
-            max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None
-        )
+        chosen: dict[str, Any] = {
+            "max_tokens": limit,
+            "logprobs": (self.top_logprobs or 0) if self.logprobs else None,
+        }
+        if (schema := self._calls_schema()) is not None:
+            try:
+                chosen["structured_outputs"] = StructuredOutputsParams(json=schema)
+            except ValueError as error:
+                raise ValueError(f"tools make no grammar: {error}") from error
+        return self._params(**chosen)
+
+    def _calls_schema(self) -> str | None:
+        """What holds the answer to calls, if it must hold some."""
+        if self.tool_choice == "required":
+            return calls_schema(self.tools, self.max_calls)
+        if isinstance(self.tool_choice, NamedToolChoice):
+            return arguments_schema(find_function(self.tools, self.tool_choice))
+        return None
 
 
 class TokenizeTextRequest(_Body):

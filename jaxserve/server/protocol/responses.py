@@ -63,9 +63,24 @@ class ChatLogprobs(TypedDict):
     content: list[ContentLogprob]
 
 
+class CalledFunction(TypedDict):
+    name: str
+    arguments: str
+    """JSON, if the model wrote JSON."""
+
+
+class ToolCall(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class AnswerMessage(TypedDict):
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    tool_calls: NotRequired[list[ToolCall]]
+    reasoning: NotRequired[str]
+    reasoning_content: NotRequired[str]
 
 
 class ChatChoice(TypedDict):
