@@ -208,10 +208,17 @@ def start_server() -> Iterator[Callable[..., Server]]:
 
 
 @pytest.fixture(scope="session")
-def start_fake(start_server: Callable[..., Server], model_folder: Path) -> Callable[..., Server]:
+def fake_script() -> str:
+    """`jaxserve serve` over the fake engine."""
+    return str(HERE / "fake_server.py")
+
+
+@pytest.fixture(scope="session")
+def start_fake(
+    start_server: Callable[..., Server], fake_script: str, model_folder: Path
+) -> Callable[..., Server]:
     """Start a server over the fake engine, with flags of `jaxserve serve`."""
-    script = str(HERE / "fake_server.py")
-    return partial(start_server, script, str(model_folder), "--served-model-name", "fake")
+    return partial(start_server, fake_script, str(model_folder), "--served-model-name", "fake")
 
 
 @pytest.fixture(scope="session")

@@ -102,7 +102,7 @@ def test_impossible_completions(fake, changes, param):
         ({"logprobs": 1}, "logprobs"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"continue_final_message": True}, None),
-        ({"tools": [{"type": "function"}]}, None),
+        ({"tools": [{"type": "function"}]}, "tools"),
         ({"response_format": {"type": "xml"}}, "response_format"),
     ],
     ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else "",
@@ -174,6 +174,7 @@ def test_random_bodies_are_never_the_servers_fault(fake):
     names = ["prompt", "messages", "n", "max_tokens", "temperature", "top_p", "top_k", "seed"]
     names += ["stop", "logprobs", "echo", "logit_bias", "stream_options", "min_tokens", "model"]
     names += ["stop_token_ids", "bad_words", "allowed_token_ids", "prompt_logprobs", "priority"]
+    names += ["tool_choice", "parallel_tool_calls", "chat_template_kwargs", "include_reasoning"]
     names += ["top_logprobs", "tools", "response_format", "add_special_tokens", "tokens"]
     statuses = set()
     for i in range(400):

@@ -22,6 +22,8 @@ class RequiredCallsParser(ToolParser):
                 yield from self._take_call()
                 self._mark = self._at
                 separator = ","
+            if not self._has_calls:
+                raise Malformed
             yield from self._expect("]")
             yield from self._skip(SPACE)
             self._mark = None

@@ -1,0 +1,88 @@
+"""The JSON Schemas that hold an answer to calls, and the names of the parsers."""
+
+import json
+from typing import get_args
+
+import pytest
+
+from jaxserve.server.config import ReasoningParserName, ServerConfig, ToolCallParserName
+from jaxserve.server.protocol.reasoning import REASONING_PARSERS
+from jaxserve.server.protocol.requests import ChatCompletionRequest
+from jaxserve.server.protocol.tool_parsers.registry import TOOL_PARSERS
+
+TREE = {
+    "type": "object",
+    "properties": {
+        "root": {"$ref": "#/$defs/Node"},
+        "again": {"$ref": "#"},
+        "text": {"const": 'says "$ref":"#"'},
+    },
+    "$defs": {"Node": {"properties": {"next": {"$ref": "#/$defs/Node"}}}},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "walk", "parameters": TREE}},
+    {"type": "function", "function": {"name": "Größe", "parameters": {"properties": {}}}},
+    {"type": "function", "function": {"name": "now"}},
+]
+
+
+def schema_of(tool_choice, **fields):
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
+    request = ChatCompletionRequest(**body, tool_choice=tool_choice, **fields)
+    params = request.to_params().structured_outputs
+    return None if params is None else json.loads(params.json)
+
+
+def named(name):
+    return {"type": "function", "function": {"name": name}}
+
+
+def find(schema, reference):
+    assert reference.startswith("#")
+    for part in reference.removeprefix("#").split("/")[1:]:
+        schema = schema[part]
+    return schema
+
+
+def test_required():
+    schema = schema_of("required")
+    assert (schema["type"], schema["minItems"]) == ("array", 1)
+    assert "maxItems" not in schema
+    parameters = {}
+    for call in schema["items"]["anyOf"]:
+        assert list(call["properties"]) == call["required"] == ["name", "parameters"]
+        assert call["additionalProperties"] is False
+        name = call["properties"]["name"]["const"]
+        parameters[name] = find(schema, call["properties"]["parameters"]["$ref"])
+    assert list(parameters) == ["walk", "Größe", "now"]
+    # References still lead where they led.
+    walk = parameters["walk"]
+    assert walk["type"] == "object"
+    assert find(schema, walk["properties"]["again"]["$ref"]) is walk
+    node = find(schema, walk["properties"]["root"]["$ref"])
+    assert find(schema, node["properties"]["next"]["$ref"]) is node
+    assert walk["properties"]["text"] == TREE["properties"]["text"]
+    assert parameters["Größe"] == {"type": "object", "properties": {}}
+    assert parameters["now"] == {"type": "object", "additionalProperties": False}
+    assert schema_of("required", parallel_tool_calls=False)["maxItems"] == 1
+
+
+def test_named():
+    assert schema_of(named("walk")) == TREE
+    assert schema_of(named("now")) == {"type": "object", "additionalProperties": False}
+
+
+@pytest.mark.parametrize("tool_choice", [None, "none", "auto"])
+def test_free(tool_choice):
+    assert schema_of(tool_choice) is None
+
+
+def test_names_of_parsers():
+    assert set(get_args(ToolCallParserName)) == set(TOOL_PARSERS)
+    assert set(get_args(ReasoningParserName)) == set(REASONING_PARSERS)
+    with pytest.raises(ValueError, match="tool_call_parser must be hermes or llama3_json"):
+        ServerConfig(tool_call_parser="pythonic")
+    with pytest.raises(ValueError, match="reasoning_parser must be deepseek_r1 or qwen3"):
+        ServerConfig(reasoning_parser="r1")
+    with pytest.raises(ValueError, match="enable_auto_tool_choice needs a tool_call_parser"):
+        ServerConfig(enable_auto_tool_choice=True)
