@@ -3,8 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
@@ -68,7 +67,7 @@ class Service:
         self._model_names = model_names
         self._chat_template = chat_template
         self._enable_auto_tool_choice = config.enable_auto_tool_choice
-        self._format = AnswerFormat(config.tool_call_parser, config.reasoning_parser)
+        self._format = AnswerFormat(tokenizer, config.tool_call_parser, config.reasoning_parser)
         self._created = int(time.time())
         self._max_text_bytes = _MAX_SHRINK * info.max_model_len * tokenizer.longest_token_bytes()
 
@@ -140,12 +139,10 @@ class Service:
                 param="tool_choice",
             )
         params = _params(body)
-        if any(map(self._tokenizer.is_special, self._format.tags(body))):
-            params = replace(params, skip_special_tokens=False)
         prompt = await _in_thread(self._encode_chat, body)
         self._check_len(len(prompt.token_ids))
         prompts = [prompt]
-        new_answer = partial(self._format.answer, body, prompt.text)
+        params, new_answer = self._format.prepare(body, params, prompt.text)
         shaper = ChatShaper(
             body, params, self._head(id_), [id_], prompts, self._tokenizer, new_answer
         )

@@ -1,13 +1,17 @@
 """An answer's text as an assistant's message: reasoning, content and calls."""
 
 import uuid
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from jaxserve.sampling_params import SamplingParams, StructuredOutputsParams
 from jaxserve.server.protocol.reasoning import (
     REASONING_PARSERS,
     THINK_TAGS,
     ThinkParser,
+    after_thoughts,
     goes_on_thinking,
 )
 from jaxserve.server.protocol.requests import ChatCompletionRequest
@@ -16,50 +20,66 @@ from jaxserve.server.protocol.tool_parsers.constrained import NamedCallParser, R
 from jaxserve.server.protocol.tool_parsers.json_calls import ToolParser
 from jaxserve.server.protocol.tool_parsers.registry import TOOL_PARSERS
 from jaxserve.server.protocol.tools import NamedToolChoice
+from jaxserve.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
 class AnswerFormat:
     """How the model writes its answers, by the names of parsers; None: as plain text."""
 
-    tool_call_parser: str | None
-    reasoning_parser: str | None
+    def __init__(
+        self, tokenizer: Tokenizer, tool_call_parser: str | None, reasoning_parser: str | None
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._tool_call_parser = tool_call_parser and TOOL_PARSERS[tool_call_parser]
+        self._begins_thinking = reasoning_parser and REASONING_PARSERS[reasoning_parser]
 
-    def tags(self, request: ChatCompletionRequest) -> tuple[str, ...]:
-        """What the answer's parsers have to see, be it special tokens or not."""
-        tags: tuple[str, ...] = ()
-        if self.reasoning_parser is not None:
-            tags += THINK_TAGS
-        if self.tool_call_parser is not None and request.parses_tools:
-            tags += TOOL_PARSERS[self.tool_call_parser].tags
-        return tags
+    def prepare(
+        self, request: ChatCompletionRequest, params: SamplingParams, prompt: str
+    ) -> tuple[SamplingParams, Callable[[], "Answer"]]:
+        """How to sample answers to a request whose rendered prompt is `prompt`, so that they can be
+        parsed; and what makes a new answer."""
+        thinks = self._thinks(request, params.structured_outputs, prompt)
+        if thinks and params.structured_outputs is not None:
+            constraint = after_thoughts(params.structured_outputs)
+            params = replace(params, structured_outputs=constraint)
+        make_tool_parser = self._tool_parser(request)
+        tags = () if thinks is None else THINK_TAGS
+        if request.parses_tools and self._tool_call_parser is not None:
+            tags += self._tool_call_parser.tags
+        if any(map(self._tokenizer.is_special, tags)):
+            params = replace(params, skip_special_tokens=False)
 
-    def answer(self, request: ChatCompletionRequest, prompt: str) -> "Answer":
-        """A new answer to the request, whose prompt, rendered, is `prompt`."""
-        return Answer(
-            self._think_parser(request, prompt),
-            self._tool_parser(request),
-            shows_reasoning=request.include_reasoning,
-            max_calls=request.max_calls,
-        )
+        def new_answer() -> Answer:
+            return Answer(
+                None if thinks is None else ThinkParser(thinks),
+                make_tool_parser and make_tool_parser(),
+                shows_reasoning=request.include_reasoning,
+                max_calls=request.max_calls,
+            )
 
-    def _think_parser(self, request: ChatCompletionRequest, prompt: str) -> ThinkParser | None:
-        # What a grammar holds to JSON has no room for thoughts.
-        if self.reasoning_parser is None or request.constrains_text:
+        return params, new_answer
+
+    def _thinks(
+        self,
+        request: ChatCompletionRequest,
+        constraint: StructuredOutputsParams | None,
+        prompt: str,
+    ) -> bool | None:
+        """Whether answers begin with reasoning; None: they have no room for it."""
+        if self._begins_thinking is None:
+            return None
+        if constraint is not None and constraint.json is None and not constraint.json_object:
             return None
         if request.continue_final_message:
-            return ThinkParser(goes_on_thinking(request.messages[-1].text))
-        begins_thinking = REASONING_PARSERS[self.reasoning_parser]
-        return ThinkParser(begins_thinking(prompt, request.template_variables))
+            return goes_on_thinking(request.messages[-1].text)
+        return self._begins_thinking(prompt, request.template_variables)
 
-    def _tool_parser(self, request: ChatCompletionRequest) -> ToolParser | None:
+    def _tool_parser(self, request: ChatCompletionRequest) -> Callable[[], ToolParser] | None:
         if request.tool_choice == "required":
-            return RequiredCallsParser()
+            return RequiredCallsParser
         if isinstance(request.tool_choice, NamedToolChoice):
-            return NamedCallParser(request.tool_choice.function.name)
-        if self.tool_call_parser is not None and request.parses_tools:
-            return TOOL_PARSERS[self.tool_call_parser]()
-        return None
+            return partial(NamedCallParser, request.tool_choice.function.name)
+        return self._tool_call_parser if request.parses_tools else None
 
 
 class Answer:

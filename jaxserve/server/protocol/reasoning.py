@@ -1,8 +1,10 @@
 """What a model thinks before it answers: `<think>…</think>`, and then the answer."""
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxserve.sampling_params import StructuredOutputsParams
 from jaxserve.server.protocol.text_parser import Content, Reading, Reasoning, TextParser
 from jaxserve.server.protocol.tool_parsers.json_calls import SPACE
 
@@ -48,6 +50,22 @@ REASONING_PARSERS: dict[str, Callable[[str, Mapping[str, Any]], bool]] = {
 }
 """By the names that `--reasoning-parser` takes: whether an answer begins with reasoning, from the
 prompt and the chat template's variables."""
+
+
+def after_thoughts(constraint: StructuredOutputsParams) -> StructuredOutputsParams:
+    """The same constraint to JSON, for what comes after the reasoning."""
+    options: dict[str, Any] = {
+        "lenient": False,
+        "whitespace_flexible": not constraint.disable_any_whitespace,
+    }
+    if constraint.whitespace_pattern is not None:
+        options["whitespace_pattern"] = constraint.whitespace_pattern
+    schema = json.loads(constraint.json) if constraint.json else {"type": "object"}
+    text = json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
+    return StructuredOutputsParams(
+        grammar=f'start: thoughts /\\s*/ answer\nthoughts[suffix="{_END}"]: /(?s:.*)/\n'
+        f"answer: %json {text}"
+    )
 
 
 def goes_on_thinking(begun: str) -> bool:

@@ -275,11 +275,6 @@ class ChatCompletionRequest(_ChatBody, _SamplingBody):
         return bool(self.tools) and self.tool_choice in (None, "auto")
 
     @property
-    def constrains_text(self) -> bool:
-        """The answer's whole text is held to a grammar."""
-        return self.tool_choice == "required" or self.names_function
-
-    @property
     def names_function(self) -> bool:
         """The client has chosen the one function to call."""
         return isinstance(self.tool_choice, NamedToolChoice)

@@ -40,6 +40,6 @@ class NamedCallParser(ToolParser):
         super().__init__()
 
     def _read(self) -> Reading[None]:
-        if (yield from self._char()):
+        if (yield from self._skip(SPACE)):
             self._show(CallStart(self._name))
         yield from self._take_rest(CallArguments)
