@@ -116,25 +116,28 @@ class TextParser(ABC):
         self, tag: str, kind: Callable[[str], Piece], held: str = "", holds_end: bool = False
     ) -> Reading[bool]:
         """Show the text before `tag` as it comes, and take the tag; False if the text ends without
-        one. Characters of `held` right before the tag are not shown, with `holds_end` neither
-        before the end; with the tag, the text from them on is marked."""
+        one. Characters of `held` right before the tag are not shown, with `holds_end` also not
+        before the end. Afterwards they and the tag are marked."""
+        self._mark = self._at
         while True:
-            found = self._text.find(tag, self._at)
-            end = len(self._text) if found < 0 else found
-            if found < 0 and not self._ended:
-                end -= _overlap(self._text[self._at :], tag)
-            shown = self._text[self._at : end]
-            if found >= 0 or not self._ended or holds_end:
-                shown = shown.rstrip(held)
-            if shown:
-                self._show(kind(shown))
-            self._at += len(shown)
-            if found >= 0:
+            found = end = self._text.find(tag, self._at)
+            if found < 0:
+                end = len(self._text)
+                if not self._ended:
+                    end -= _overlap(self._text[self._at :], tag)
+            certain = self._text[self._at : end].rstrip(held)
+            if certain:
+                self._at += len(certain)
+                self._show_held(kind)
                 self._mark = self._at
-                self._at = found + len(tag)
+            self._at = end
+            if found >= 0:
+                self._at += len(tag)
                 return True
             if self._ended:
-                self._at = len(self._text)
+                if not holds_end:
+                    self._show_held(kind)
+                self._mark = None
                 return False
             yield
 
