@@ -6,6 +6,7 @@ from typing import get_args
 import pytest
 
 from jaxserve.server.config import ReasoningParserName, ServerConfig, ToolCallParserName
+from jaxserve.server.protocol.answer import AnswerFormat
 from jaxserve.server.protocol.reasoning import REASONING_PARSERS
 from jaxserve.server.protocol.requests import ChatCompletionRequest
 from jaxserve.server.protocol.tool_parsers.registry import TOOL_PARSERS
@@ -70,6 +71,34 @@ def test_required():
 def test_named():
     assert schema_of(named("walk")) == TREE
     assert schema_of(named("now")) == {"type": "object", "additionalProperties": False}
+
+
+class PlainTokenizer:
+    def is_special(self, text):
+        return False
+
+
+def test_thoughts_come_before_json():
+    """The grammar begins after them, if the answer begins with them."""
+
+    def prepared(prompt, **fields):
+        body = {"messages": [{"role": "user", "content": "hi"}], **fields}
+        request = ChatCompletionRequest(**body)
+        answers = AnswerFormat(PlainTokenizer(), None, "qwen3")
+        params, _ = answers.prepare(request, request.to_params(), prompt)
+        return params.structured_outputs
+
+    required = {"tools": TOOLS, "tool_choice": "required"}
+    assert prepared("<think>", **required).grammar.startswith("start: thoughts")
+    assert json.loads(prepared("<think>\n\n</think>\n", **required).json)["type"] == "array"
+    for fields in ({"json_object": True}, {"json": {"type": "object"}}):
+        constraint = prepared("", structured_outputs={**fields, "whitespace_pattern": " ?"})
+        schema = json.loads(constraint.grammar.partition("%json ")[2])
+        assert schema["type"] == "object"
+        assert schema["x-guidance"]["whitespace_pattern"] == " ?"
+        assert schema["x-guidance"]["lenient"] is False
+    assert prepared("", structured_outputs={"regex": "a"}).regex == "a"
+    assert prepared("") is None
 
 
 @pytest.mark.parametrize("tool_choice", [None, "none", "auto"])

@@ -164,6 +164,67 @@ def test_no_calls_with_tool_choice_none(hermes):
     assert choice["finish_reason"] == "stop"
 
 
+def check_calls(calls):
+    assert calls
+    for name, arguments in calls:
+        assert name in ("weather", "time")
+        assert set(json.loads(arguments)) == ({"city"} if name == "weather" else set())
+
+
+def test_calls_that_a_grammar_makes(fake, events):
+    """Without any flag: what the fake says under a grammar is random."""
+    names = set()
+    for seed in range(3):
+        body = {"tools": TOOLS, "tool_choice": "required", "max_tokens": 200, "seed": seed}
+        choice = ask(fake, "hi", **body, response_format={"type": "json_object"})
+        assert choice["finish_reason"] == "tool_calls"
+        assert choice["message"]["content"] is None
+        check_calls(functions(choice["message"]))
+        names |= {name for name, _ in functions(choice["message"])}
+        choice = ask(fake, "hi", **body, parallel_tool_calls=False)
+        assert len(choice["message"]["tool_calls"]) == 1
+    assert names == {"weather", "time"}
+    named = {"type": "function", "function": {"name": "weather"}}
+    choice = ask(fake, "hi", tools=TOOLS, tool_choice=named, max_tokens=200)
+    assert choice["finish_reason"] == "stop"
+    assert choice["message"]["content"] is None
+    check_calls(functions(choice["message"]))
+    for tool_choice, reason in (("required", "tool_calls"), (named, "stop")):
+        chunks = events(
+            fake,
+            "/v1/chat/completions",
+            messages=[{"role": "user", "content": "hi"}],
+            tools=TOOLS,
+            tool_choice=tool_choice,
+            max_tokens=200,
+        )
+        calls = []
+        for change in (c for k in chunks for c in k["choices"][0]["delta"].get("tool_calls", ())):
+            if "id" in change:
+                calls.append([change["function"]["name"], ""])
+            calls[change["index"]][1] += change["function"]["arguments"]
+        check_calls(calls)
+        assert not any(chunk["choices"][0]["delta"].get("content") for chunk in chunks)
+        assert chunks[-1]["choices"][0]["finish_reason"] == reason
+
+
+def test_thoughts_before_a_grammar(hermes):
+    body = {"tools": TOOLS, "tool_choice": "required", "max_tokens": 300}
+    message = ask(hermes, "Hm {1}</think>", **body)["message"]
+    assert message["reasoning"].endswith("Hm {1}")
+    check_calls(functions(message))
+    message = ask(hermes, "Hm {1}</think>", **body, reasoning_effort="none")["message"]
+    assert "reasoning" not in message
+    check_calls(functions(message))
+    answer = {"type": "json_schema", "json_schema": {"name": "it", "schema": PARAMETERS}}
+    message = ask(hermes, "Hm</think>", response_format=answer, max_tokens=300)["message"]
+    assert message["reasoning"].endswith("Hm")
+    assert set(json.loads(message["content"])) == {"city"}
+    # Other grammars hold from the first token.
+    message = ask(hermes, "Hm</think>", structured_outputs={"choice": ["yes"]})["message"]
+    assert message == {"role": "assistant", "content": "yes"}
+
+
 def test_llama_calls_after_a_special_token(llama):
     text = '</think><|python_tag|>{"name": "time", "parameters": {}}'
     choice = ask(llama, text, tools=TOOLS)
@@ -291,6 +352,24 @@ def nested(depth):
             "no function of tools is named 'g'",
         ),
         ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice", "required"),
+        (
+            {"tools": TOOLS, "tool_choice": "required", "structured_outputs": {"regex": "a"}},
+            "structured_outputs",
+            "exclude",
+        ),
+        (
+            {
+                "tools": [tool(parameters={"properties": {"a": {"type": "nope"}}})],
+                "tool_choice": "required",
+            },
+            None,
+            "Invalid type",
+        ),
+        (
+            {"tools": [tool(parameters={"default": "x" * 140_000})], "tool_choice": "required"},
+            "tools",
+            "at most 131072 bytes",
+        ),
         ({"functions": [{"name": "f"}]}, None, "functions is not supported"),
         ({"function_call": {"name": "f"}}, None, "function_call is not supported"),
         ({"chat_template": "{{ 1 }}"}, None, "chat_template is not supported"),

@@ -294,20 +294,25 @@ class ChatCompletionRequest(_ChatBody, _SamplingBody):
             "max_tokens": limit,
             "logprobs": (self.top_logprobs or 0) if self.logprobs else None,
         }
-        if (schema := self._calls_schema()) is not None:
-            try:
-                chosen["structured_outputs"] = StructuredOutputsParams(json=schema)
-            except ValueError as error:
-                raise ValueError(f"tools make no grammar: {error}") from error
+        if (constraint := self._calls_constraint()) is not None:
+            chosen["structured_outputs"] = constraint
         return self._params(**chosen)
 
-    def _calls_schema(self) -> str | None:
-        """What holds the answer to calls, if it must hold some."""
+    def _calls_constraint(self) -> StructuredOutputsParams | None:
+        """What holds the answer to calls, if it must hold some. `response_format` is for content,
+        and there is none then."""
         if self.tool_choice == "required":
-            return calls_schema(self.tools, self.max_calls)
-        if isinstance(self.tool_choice, NamedToolChoice):
-            return arguments_schema(find_function(self.tools, self.tool_choice))
-        return None
+            schema = calls_schema(self.tools, self.max_calls)
+        elif isinstance(self.tool_choice, NamedToolChoice):
+            schema = arguments_schema(find_function(self.tools, self.tool_choice))
+        else:
+            return None
+        if self.structured_outputs is not None and self.structured_outputs.to_params() is not None:
+            raise ValueError("structured_outputs and a tool_choice of calls exclude each other")
+        try:
+            return StructuredOutputsParams(json=schema)
+        except ValueError as error:
+            raise ValueError(f"tools make no grammar: {error}") from error
 
 
 class TokenizeTextRequest(_Body):
