@@ -85,6 +85,11 @@ ANSWERS = [
         '<tool_call>{"name": "f", "arguments": {"a": 2',
         [*call("f", '{"a": 1}'), *call("f", '{"a": 2')],
     ),
+    (
+        HermesParser,
+        '<tool_call>{"name": "f", "arguments": {"a": [1</tool_call> ok',
+        [*call("f", '{"a": [1'), Content(" ok")],
+    ),
     # No calls: content, all of it.
     *(
         (HermesParser, text, [Content(text)])
