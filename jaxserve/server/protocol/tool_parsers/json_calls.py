@@ -3,6 +3,7 @@
 import json
 import string
 from collections.abc import Callable
+from contextlib import suppress
 from typing import ClassVar
 
 from jaxserve.server.protocol.text_parser import (
@@ -46,11 +47,8 @@ class ToolParser(TextParser):
         """Take `{"name": …, "arguments": {…}}` and show it. Malformed if it is no call; the text
         from the mark on is to be shown then."""
         self._call_is_shown = False
-        try:
+        with suppress(Malformed):
             yield from self._take_members()
-        except Malformed:
-            if not self._call_is_shown:
-                raise
         if not self._call_is_shown:
             raise Malformed
 
