@@ -104,6 +104,7 @@ ANSWERS = [
             "<tool_call>{'name': 'f', 'arguments': {}}</tool_call>",
             '<tool_call>{"name": "f", "arguments": {a: 1}}</tool_call>',
             r'<tool_call>{"name": "\x", "arguments": {}}</tool_call>',
+            r'<tool_call>{"name": "\ud800", "arguments": {}}</tool_call>',
             '<tool_call>[{"name": "f", "arguments": {}}]</tool_call>',
             '<tool_call>{"name": "f", "argum',
             "</tool_call><tool_cal",

@@ -109,9 +109,11 @@ class ToolParser(TextParser):
         parts: list[str] = []
         yield from self._take_nested(parts.append)
         try:
-            return json.loads("".join(parts), strict=False)
+            text = json.loads("".join(parts), strict=False)
+            text.encode()  # half a surrogate pair could not be sent on
         except ValueError as error:
             raise Malformed from error
+        return text
 
     def _take_nested(self, show: Callable[[str], None], depth: int = 0) -> Reading[None]:
         """Take what a quote or a bracket begins, and give its text to `show` as it comes. `depth`:
