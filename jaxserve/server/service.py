@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from jaxserve.outputs import OutputDelta
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.config import ServerConfig
 from jaxserve.server.metrics import RequestClock, ServerMetrics
-from jaxserve.server.protocol.answer import AnswerFormat
+from jaxserve.server.protocol.answer import Answer, AnswerFormat
 from jaxserve.server.protocol.chat import ChatShaper
 from jaxserve.server.protocol.completions import CompletionShaper
 from jaxserve.server.protocol.errors import ApiError, from_engine
@@ -139,10 +139,8 @@ class Service:
                 param="tool_choice",
             )
         params = _params(body)
-        prompt = await _in_thread(self._encode_chat, body)
-        self._check_len(len(prompt.token_ids))
+        prompt, params, new_answer = await _in_thread(self._prepare_chat, body, params)
         prompts = [prompt]
-        params, new_answer = self._format.prepare(body, params, prompt.text)
         shaper = ChatShaper(
             body, params, self._head(id_), [id_], prompts, self._tokenizer, new_answer
         )
@@ -207,6 +205,13 @@ class Service:
         self._check_len(len(ids))
         self._check_ids(ids)
         return EncodedPrompt(ids, text)
+
+    def _prepare_chat(
+        self, body: ChatCompletionRequest, params: SamplingParams
+    ) -> tuple[EncodedPrompt, SamplingParams, Callable[[], Answer]]:
+        prompt = self._encode_chat(body)
+        self._check_len(len(prompt.token_ids))
+        return prompt, *self._format.prepare(body, params, prompt.text)
 
     def _encode_chat(self, body: ChatCompletionRequest | TokenizeChatRequest) -> EncodedPrompt:
         text = self._tokenizer.render_chat(

@@ -35,6 +35,9 @@ class Tokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._bytes = TokenBytes(self._backend)
+        # Variables for a template come from clients, who must not get at the call's own arguments.
+        own = inspect.signature(self._hf.apply_chat_template).parameters.keys()
+        self._reserved = own | {"messages"}
         added = self._backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(self._hf.all_special_ids) | {
             id_ for id_, token in added.items() if token.special
@@ -93,9 +96,7 @@ class Tokenizer:
         if self._hf.chat_template is None and chat_template is None:
             raise ValueError("the model has no chat template: give one, or use plain prompts")
         variables = variables or {}
-        # They come from clients, who must not get at the call's own arguments.
-        own = inspect.signature(self._hf.apply_chat_template).parameters.keys()
-        if taken := sorted(variables.keys() & (own | {"messages"})):
+        if taken := sorted(variables.keys() & self._reserved):
             raise ValueError(f"chat_template_kwargs must not set {', '.join(taken)}")
         try:
             return self._hf.apply_chat_template(
