@@ -85,6 +85,28 @@ def test_chat_template_gets_tools_and_text_parts(byte_level):
     assert rendered == "f|a\nb||"
 
 
+def test_chat_template_gets_variables_but_not_the_calls_own(byte_level):
+    messages = [{"role": "user", "content": "a"}]
+    template = "{{ messages[0].content }}{{ color }}{{ bos_token }}"
+    rendered = byte_level.render_chat(messages, chat_template=template, variables={"color": "red"})
+    assert rendered == "ared<s>"
+    for name in ("chat_template", "tools", "tokenize", "messages", "conversation"):
+        with pytest.raises(ValueError, match=f"chat_template_kwargs must not set {name}"):
+            byte_level.render_chat(messages, variables={"color": "red", name: "x"})
+    with pytest.raises(ValueError, match="cannot take the messages"):
+        byte_level.render_chat(messages, variables={"self": 1})
+    deep = []
+    for _ in range(10**5):
+        deep = [deep]
+    with pytest.raises(ValueError, match="cannot take the messages"):
+        byte_level.render_chat(messages, variables={"color": deep})
+
+
+def test_special_tokens_by_their_text(byte_level):
+    assert byte_level.is_special("</s>")
+    assert not any(map(byte_level.is_special, ("<tool é>", "a", "<think>")))
+
+
 @pytest.mark.parametrize(
     ("messages", "error"),
     [
@@ -106,7 +128,13 @@ def test_malformed_messages(byte_level, messages, error):
 
 
 @pytest.mark.parametrize(
-    "template", ["{{ raise_exception('no system role') }}", "{% if %}", "{{ messages[0].x + 'a' }}"]
+    "template",
+    [
+        "{{ raise_exception('no system role') }}",
+        "{% if %}",
+        "{{ messages[0].x + 'a' }}",
+        "{{ 1 / (messages | length - 1) }}",
+    ],
 )
 def test_a_template_that_fails(byte_level, template):
     error = r"^the chat template cannot take the messages: "
