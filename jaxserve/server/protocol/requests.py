@@ -310,7 +310,8 @@ class ChatCompletionRequest(_ChatBody, _SamplingBody):
         if self.structured_outputs is not None and self.structured_outputs.to_params() is not None:
             raise ValueError("structured_outputs and a tool_choice of calls exclude each other")
         try:
-            return StructuredOutputsParams(json=schema)
+            # Free white space is where small models lose themselves.
+            return StructuredOutputsParams(json=schema, whitespace_pattern=" ?")
         except ValueError as error:
             raise ValueError(f"tools make no grammar: {error}") from error
 
