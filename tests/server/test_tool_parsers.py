@@ -18,6 +18,7 @@ from jaxserve.server.protocol.text_parser import (
 )
 from jaxserve.server.protocol.tool_parsers.constrained import NamedCallParser, RequiredCallsParser
 from jaxserve.server.protocol.tool_parsers.hermes import HermesParser
+from jaxserve.server.protocol.tool_parsers.json_calls import ToolParser
 from jaxserve.server.protocol.tool_parsers.llama3_json import Llama3JsonParser
 
 Named = partial(NamedCallParser, "f")
@@ -200,8 +201,9 @@ def test_any_text_is_the_same_cut_anywhere(name, data):
     parts = [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     assert parse(PARSERS[name](), *parts) == whole
     assert parse(PARSERS[name](), *text) == whole
-    if "think" not in name and all(isinstance(piece, Content) for piece in whole):
-        assert "".join(piece.text for piece in whole) == text  # nothing is lost
+    if isinstance(PARSERS[name](), ToolParser) and CallStart not in map(type, whole):
+        content = "".join(piece.text for piece in whole)
+        assert content == text or (name == "named" and text.isspace())  # nothing is lost
 
 
 JSON = st.recursive(

@@ -13,7 +13,7 @@ TEMPLATE = (
     "{% for c in m['tool_calls'] %}[{{ c['id'] }} {{ c['function']['name'] }} "
     "{{ c['function']['arguments'] | tojson }}]{% endfor %}"
     "{% if m['tool_call_id'] %}[{{ m['tool_call_id'] }}]{% endif %}"
-    "{% if m['reasoning_content'] %}({{ m['reasoning_content'] }}){% endif %}"
+    "{% if m['reasoning_content'] %}~{{ m['reasoning_content'] }}~{% endif %}"
     "{{ '<|eos|>' }}{% endfor %}"
     "{% if tools %}{{ tools | tojson }}{% endif %}{% if color %}{{ color }}{% endif %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}"
@@ -302,7 +302,7 @@ def test_calls_and_results_reach_the_template(hermes):
     text = rendered(hermes, messages, tools=TOOLS, chat_template_kwargs={"color": "blue"})
     assert text == (
         '<|bos|><|user|>U<|eos|><|assistant|>[call_1 weather {"city": "Köln"}]'
-        '[call_2 time "{\\"cut off"](R)<|eos|><|tool|>rain[call_1]<|eos|>'
+        '[call_2 time "{\\"cut off"]~R~<|eos|><|tool|>rain[call_1]<|eos|>'
         f"<|tool|>noon[call_2]<|eos|><|assistant|>A<|eos|>{json.dumps(TOOLS)}blue<|assistant|>"
     )
     assert rendered(hermes, messages[:1], tools=[]) == "<|bos|><|user|>U<|eos|><|assistant|>"
