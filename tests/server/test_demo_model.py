@@ -6,7 +6,7 @@ import openai
 import pytest
 
 FLAGS = (
-    "--dtype", "float32", "--max-num-seqs", "2", "--max-num-batched-tokens", "32",
+    "--dtype", "float32", "--max-num-seqs", "2", "--max-num-batched-tokens", "16",
     "--max-model-len", "256", "--kv-cache-memory-bytes", "100000000",
 )  # fmt: skip
 TOOLS = [
@@ -35,7 +35,8 @@ BODY = {"model": "smollm2-135m", "tools": TOOLS, "temperature": 0, "max_tokens":
 
 @pytest.fixture(scope="module")
 def client(start_server):
-    server = start_server("-m", "jaxserve", "serve", "smollm2-135m", *FLAGS).ready()
+    server = start_server("-m", "jaxserve", "serve", "smollm2-135m", *FLAGS)
+    server.wait_for(r"ready: ", timeout_s=400)
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 

@@ -63,7 +63,7 @@ def after_thoughts(constraint: StructuredOutputsParams) -> StructuredOutputsPara
     schema = json.loads(constraint.json) if constraint.json else {"type": "object"}
     text = json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
     return StructuredOutputsParams(
-        grammar=f'start: thoughts /\\s{{0,8}}/ answer\nthoughts[suffix="{_END}"]: /(?s:.*)/\n'
+        grammar=f'start: thoughts /[ \\r\\n]{{0,8}}/ answer\nthoughts[suffix="{_END}"]: /(?s:.*)/\n'
         f"answer: %json {text}"
     )
 
