@@ -17,12 +17,13 @@ import numpy as np
 from jaxserve.config import EngineConfig
 from jaxserve.engine.batch_builder import BatchBuilder
 from jaxserve.engine.buckets import pick_bucket
-from jaxserve.engine.request_state import RequestState, Submission, to_numpy
+from jaxserve.engine.logprobs import StepLogprobs, launch_logprobs, tile_size
+from jaxserve.engine.request_state import RequestState, Submission
 from jaxserve.engine.startup import EngineParts, start
 from jaxserve.engine.stats import EngineStats, StepStats
 from jaxserve.engine.step import StepOutput
 from jaxserve.outputs import CompletionOutput, OutputDelta, RequestMetrics, RequestOutput
-from jaxserve.sampling import check_token_ids, needs_slot_state, slot_rows
+from jaxserve.sampling import TokenLogprobs, check_token_ids, needs_slot_state, slot_rows
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.detokenizer import IncrementalDetokenizer
 from scheduler import FinishReason, Request, Scheduler, SchedulerOutput
@@ -34,6 +35,7 @@ Prompt = str | Sequence[int] | Mapping[str, object]
 class _InFlight(NamedTuple):
     scheduled: SchedulerOutput
     output: StepOutput
+    logprobs: StepLogprobs | None
     launched_s: float
 
 
@@ -56,6 +58,7 @@ class Engine:
         )
         self._states: dict[str, RequestState] = {}
         self._children: dict[str, list[str]] = {}
+        self._num_with_logprobs = 0
         self._in_flight: deque[_InFlight] = deque()
         self._seeds = random.Random(config.seed)
         self._request_numbers = itertools.count()
@@ -240,6 +243,7 @@ class Engine:
         for state in submission.states:
             self._scheduler.add(state.request)
             self._states[state.request.request_id] = state
+            self._num_with_logprobs += state.params.logprobs is not None
         self._children[request_id] = [s.request.request_id for s in submission.states]
 
     def abort(self, request_id: str) -> list[OutputDelta]:
@@ -257,6 +261,7 @@ class Engine:
 
     def _forget(self, child_id: str) -> None:
         state = self._states.pop(child_id)
+        self._num_with_logprobs -= state.params.logprobs is not None
         children = self._children[state.parent_id]
         children.remove(child_id)
         if not children:
@@ -268,6 +273,7 @@ class Engine:
         self._scheduler = Scheduler(self.scheduler_config)
         self._states.clear()
         self._children.clear()
+        self._num_with_logprobs = 0
         self._in_flight.clear()
         if any(array.is_deleted() for array in jax.tree.leaves((parts.kv_caches, parts.slots))):
             parts.make_state()
@@ -278,7 +284,9 @@ class Engine:
         """Launch the next step, then read the one before it; returns what that one has produced."""
         if self._closed:
             raise RuntimeError("the engine is closed")
-        scheduled = self._scheduler.schedule()
+        scores = self._num_with_logprobs > 0
+        num_steps = 1 if scores else self._parts.num_decode_steps(self._scheduler.num_running)
+        scheduled = self._scheduler.schedule(num_steps)
         if scheduled is not None:
             self._launch(scheduled)
         if self._in_flight and (scheduled is None or len(self._in_flight) > 1):
@@ -298,19 +306,30 @@ class Engine:
         bucket = pick_bucket(parts.buckets, scheduled.num_tokens)
         packed = self._builder.build(scheduled, self._states, parts.programs.layouts[bucket])
         packed = jax.device_put(packed, parts.replicated)
-        parts.kv_caches, parts.slots, output = parts.programs.steps[bucket](
+        programs = parts.programs
+        steps = programs.steps if scheduled.num_steps == 1 else programs.decode_steps
+        parts.kv_caches, parts.slots, output = steps[bucket](
             parts.params, parts.kv_caches, parts.slots, packed
         )
-        output.sampled.token_ids.copy_to_host_async()
+        output.token_ids.copy_to_host_async()
+        logprobs = launch_logprobs(
+            programs.logprobs[bucket],
+            tile_size(programs.layouts[bucket]),
+            parts.params,
+            output,
+            scheduled,
+            self._states,
+            parts.replicated,
+        )
         launched = time.monotonic()
         if self._in_flight:
             self._steps.host_gap_s.observe(self._gap_before(launched))
-        self._in_flight.append(_InFlight(scheduled, output, launched))
-        self._num_steps += 1
+        self._in_flight.append(_InFlight(scheduled, output, logprobs, launched))
+        self._num_steps += scheduled.num_steps
 
     def _gap_before(self, launched: float) -> float:
         previous = self._in_flight[-1]
-        if not previous.output.sampled.token_ids.is_ready():
+        if not previous.output.token_ids.is_ready():
             return 0.0
         return launched - max(previous.launched_s, self._resolved_s)
 
@@ -328,46 +347,47 @@ class Engine:
         )
 
     def _resolve(self, in_flight: _InFlight) -> list[OutputDelta]:
-        scheduled, output, launched = in_flight
-        token_ids = np.asarray(output.sampled.token_ids).tolist()
+        scheduled, output, step_logprobs, launched = in_flight
+        num_rows = len(scheduled.scheduled)
+        token_ids = np.asarray(output.token_ids)[:, :num_rows].reshape(-1).tolist()
         now = time.monotonic()
         self._steps.observe(scheduled, now - max(launched, self._resolved_s))
         self._resolved_s = now
-        deltas = self._prompt_logprobs(scheduled, output)
-        sampled = None
-        rows = {row.request_id: i for i, row in enumerate(scheduled.scheduled) if row.samples}
-        for event in self._scheduler.update(scheduled, token_ids[: len(scheduled.scheduled)]):
-            state = self._states[event.request_id]
+        scored = step_logprobs.fetch() if step_logprobs else None
+        deltas = self._prompt_logprobs(scheduled, step_logprobs, scored)
+        for event in self._scheduler.update(scheduled, token_ids):
+            state = self._states.get(event.request_id)
+            if state is None:  # a stop string ended it earlier in this dispatch
+                continue
             logprobs = None
             if state.params.logprobs is not None:
-                sampled = sampled or to_numpy(output.sampled)
                 logprobs = state.logprobs_at(
-                    sampled, rows[event.request_id], event.token_id, state.params.logprobs
+                    scored,
+                    step_logprobs.sampled[event.request_id],
+                    event.token_id,
+                    state.params.logprobs,
                 )
             delta = state.advance(event, logprobs)
             deltas.append(delta)
             if delta.finish_reason is not None:
-                if event.finish_reason is None:
-                    self._scheduler.finish(event.request_id, FinishReason.STOP)
+                self._scheduler.finish(event.request_id, FinishReason.STOP)
                 self._forget(event.request_id)
         return deltas
 
-    def _prompt_logprobs(self, scheduled: SchedulerOutput, output: StepOutput) -> list[OutputDelta]:
+    def _prompt_logprobs(
+        self,
+        scheduled: SchedulerOutput,
+        step_logprobs: StepLogprobs | None,
+        scored: TokenLogprobs | None,
+    ) -> list[OutputDelta]:
         deltas = []
-        prompt = None
-        flat = 0
-        for row in scheduled.scheduled:
+        for row in scheduled.scheduled if step_logprobs and step_logprobs.prompts else ():
             state = self._states.get(row.request_id)
-            if (
-                row.token_ids is not None
-                and state is not None
-                and state.params.prompt_logprobs is not None
-            ):
-                prompt = prompt or to_numpy(output.prompt)
-                delta = state.prompt_logprobs_of(prompt, row.start, flat, row.num_tokens)
+            first_index = step_logprobs.prompts.get(row.request_id)
+            if state is not None and first_index is not None:
+                delta = state.prompt_logprobs_of(scored, row.start, first_index, row.num_tokens)
                 if delta is not None:
                     deltas.append(delta)
-            flat += row.num_tokens
         return deltas
 
     def reset_prefix_cache(self) -> bool:

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.buckets import Bucket, make_buckets
+from jaxserve.engine.buckets import Bucket, make_buckets, pick_bucket
 from jaxserve.engine.forward_batch import BatchLayout
 from jaxserve.engine.memory import kv_cache_budget, num_kv_blocks
 from jaxserve.engine.programs import (
@@ -29,6 +29,10 @@ from jaxserve.text.tokenizer import Tokenizer
 from scheduler import SchedulerConfig
 from sharding import make_mesh
 
+GPU_SCHEDULER_STEPS = 4
+MAX_DISPATCH_S = 0.02
+"""Decode steps are put in one dispatch where they take no longer than this together."""
+
 
 @dataclass
 class EngineParts:
@@ -41,11 +45,18 @@ class EngineParts:
     max_blocks: int
     buckets: tuple[Bucket, ...]
     programs: Programs
+    steps_per_dispatch: int
+    """Of decode rows, in the buckets that `programs.decode_steps` has."""
     replicated: NamedSharding
     params: Any
     kv_caches: tuple[jax.Array, ...]
     slots: SlotState
     phases_s: dict[str, float]
+
+    def num_decode_steps(self, num_running: int) -> int:
+        """How many steps one dispatch may take, should all `num_running` sequences decode."""
+        bucket = pick_bucket(self.buckets, max(num_running, 1))
+        return self.steps_per_dispatch if bucket in self.programs.decode_steps else 1
 
     def make_state(self) -> None:
         """Make the KV cache and the slots' state anew, empty."""
@@ -112,6 +123,7 @@ def start(config: EngineConfig) -> EngineParts:
         tokenizer = None if config.skip_tokenizer_init else Tokenizer(folder)
         eos = model_config.eos_token_ids if tokenizer is None else tokenizer.eos_token_ids
 
+    steps_per_dispatch = config.num_scheduler_steps or (GPU_SCHEDULER_STEPS if on_gpu else 1)
     bytes_per_block = definition.kv_block_bytes(config.block_size)
     max_blocks = -(-max_model_len // config.block_size)
     buckets = make_buckets(max_num_seqs, max_num_batched_tokens)
@@ -125,7 +137,13 @@ def start(config: EngineConfig) -> EngineParts:
 
     def compiled(num_blocks: int, chosen: dict[Bucket, BatchLayout]) -> Programs:
         return compile_programs(
-            definition, mesh, chosen, num_blocks, max_num_seqs, config.max_logprobs
+            definition,
+            mesh,
+            chosen,
+            num_blocks,
+            max_num_seqs,
+            config.max_logprobs,
+            steps_per_dispatch,
         )
 
     with phase("weights"):
@@ -146,10 +164,21 @@ def start(config: EngineConfig) -> EngineParts:
     with phase("warm_up"):
         kv_caches = definition.init_kv_caches(num_blocks, config.block_size, mesh)
         replicated = NamedSharding(mesh, P())
-        for bucket, step in programs.steps.items():
-            packed = jax.device_put(padding_batch(layouts[bucket]), replicated)
-            kv_caches, slots, output = step(params, kv_caches, slots, packed)
+        for steps in (programs.steps, programs.decode_steps):
+            for bucket, step in steps.items():
+                packed = jax.device_put(padding_batch(layouts[bucket]), replicated)
+                kv_caches, slots, output = step(params, kv_caches, slots, packed)
         jax.block_until_ready(output)
+        if on_gpu and config.num_scheduler_steps is None:
+            # Several steps at once hide the host where a step is short; where it is long, they
+            # would only hold up whoever arrives.
+            for bucket, step in list(programs.decode_steps.items()):
+                packed = jax.device_put(padding_batch(layouts[bucket]), replicated)
+                begin = time.perf_counter()
+                kv_caches, slots, output = step(params, kv_caches, slots, packed)
+                jax.block_until_ready(output)
+                if time.perf_counter() - begin > MAX_DISPATCH_S:
+                    del programs.decode_steps[bucket]
 
     return EngineParts(
         definition=definition,
@@ -167,6 +196,7 @@ def start(config: EngineConfig) -> EngineParts:
         max_blocks=max_blocks,
         buckets=buckets,
         programs=programs,
+        steps_per_dispatch=steps_per_dispatch,
         replicated=replicated,
         params=params,
         kv_caches=kv_caches,

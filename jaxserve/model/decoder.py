@@ -1,5 +1,8 @@
 """The decoder that all architectures share: pre-norm layers on a residual stream."""
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
@@ -68,7 +71,8 @@ class CausalLM(nnx.Module):
     ) -> tuple[Float[Array, "T D"], tuple[Float[Array, "P K 2 S H"], ...]]:
         """The hidden states after the final norm, and the caches with this step's K and V.
 
-        The layers are unrolled: a scan over stacked caches would copy the cache every layer.
+        The layers are unrolled: a scan over stacked caches would copy the cache every layer. Those
+        of one kind are traced and lowered once; XLA inlines the calls.
         """
         config = self.config
         angles = rope_angles(
@@ -77,7 +81,7 @@ class CausalLM(nnx.Module):
         x = self.embed.embed(token_ids)
         written = []
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-            x, kv_cache = layer(x, angles, kv_cache, batch)
+            x, kv_cache = _run_layer(*nnx.split(layer), x, angles, kv_cache, batch)
             written.append(kv_cache)
         return self.norm(x), tuple(written)
 
@@ -85,3 +89,15 @@ class CausalLM(nnx.Module):
         """The scores of the whole vocabulary, on every shard."""
         rows = self.embed if self.head is None else self.head
         return rows.logits(hidden, self.config.vocab_size)
+
+
+@partial(jax.jit, static_argnums=0)
+def _run_layer(
+    graph: nnx.GraphDef[DecoderLayer],
+    state: nnx.State,
+    x: Float[Array, "T D"],
+    angles: RopeAngles,
+    kv_cache: Float[Array, "P K 2 S H"],
+    batch: AttentionBatch,
+) -> tuple[Float[Array, "T D"], Float[Array, "P K 2 S H"]]:
+    return nnx.merge(graph, state)(x, angles, kv_cache, batch)

@@ -33,6 +33,54 @@ def update(scheduler: Scheduler, output: SchedulerOutput, token_id: int = 7) -> 
     return scheduler.update(output, [token_id] * len(output.scheduled))
 
 
+def test_several_decode_steps_at_once() -> None:
+    """As far as max_tokens, with blocks for all; one step where somebody prefills or blocks lack."""
+    scheduler = scheduler_with(make("a", 4, max_tokens=4), make("b", 3, max_tokens=9))
+    first = scheduler.schedule(num_steps=4)
+    assert (first.num_steps, [row.num_steps for row in first.scheduled]) == (1, [1, 1])
+    second = scheduler.schedule(num_steps=4)
+    assert (second.num_steps, second.num_tokens) == (4, 2)
+    assert [(row.start, row.num_steps, row.output_index) for row in second.scheduled] == [
+        (4, 3, 1),
+        (3, 4, 1),
+    ]
+    assert [len(row.new_block_ids) for row in second.scheduled] == [1, 1]
+    update(scheduler, first)
+    events = scheduler.update(second, [10, 20, 11, 21, 12, 22, 13, 23])
+    assert [(e.request_id, e.token_id) for e in events] == [
+        ("a", 10),
+        ("b", 20),
+        ("a", 11),
+        ("b", 21),
+        ("a", 12),
+        ("b", 22),
+        ("b", 23),
+    ]
+    assert events[4].finish_reason is FinishReason.LENGTH
+    scheduler.check()
+    scheduler.add(make("c", 5))
+    assert scheduler.schedule(num_steps=4).num_steps == 1
+
+
+def test_a_stop_token_ends_several_steps_early() -> None:
+    scheduler = scheduler_with(make("a", 4, max_tokens=9, stop_token_ids=frozenset({5})))
+    step(scheduler)
+    output = scheduler.schedule(num_steps=4)
+    events = scheduler.update(output, [1, 5, 6, 5])
+    assert [(e.token_id, e.stop_token_id) for e in events] == [(1, None), (5, 5)]
+    assert not scheduler.has_unfinished
+    assert scheduler.kv_usage == 0
+
+
+def test_several_steps_preempt_nobody() -> None:
+    scheduler = scheduler_with(
+        make("a", 4, max_tokens=8), make("b", 4, max_tokens=8), num_blocks=5, max_model_len=12
+    )
+    step(scheduler)
+    output = scheduler.schedule(num_steps=8)
+    assert (output.num_steps, output.preempted) == (1, ())
+
+
 def step(scheduler: Scheduler, token_id: int = 7) -> SchedulerOutput:
     output = scheduler.schedule()
     assert output is not None
@@ -164,7 +212,7 @@ def test_steps_are_updated_in_their_order_and_whole() -> None:
     first, second = scheduler.schedule(), scheduler.schedule()
     with pytest.raises(ValueError, match="step 1 is not the oldest step in flight"):
         update(scheduler, second)
-    with pytest.raises(ValueError, match="step 0 has 1 rows, got 0 token ids"):
+    with pytest.raises(ValueError, match="step 0 has 1 rows in 1 steps, got 0 token ids"):
         scheduler.update(first, [])
     update(scheduler, first)
     with pytest.raises(ValueError, match="step 0 is not"):

@@ -15,9 +15,10 @@ import numpy as np
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine, _InFlight
+from jaxserve.engine.logprobs import launch_logprobs
 from jaxserve.engine.stats import StepStats
 from jaxserve.engine.step import StepOutput
-from jaxserve.sampling import SampleOutput
+from jaxserve.sampling import TokenLogprobs
 from jaxserve.text.tokenizer import Tokenizer
 from scheduler import Scheduler, SchedulerConfig
 
@@ -47,6 +48,7 @@ class FakeEngine(Engine):
             policy=config.scheduling_policy,
         )
         self._parts = SimpleNamespace(eos_token_ids=self.tokenizer.eos_token_ids, free=lambda: None)
+        self._num_with_logprobs = 0
         self._scheduler = Scheduler(self.scheduler_config)
         self._states = {}
         self._children = {}
@@ -66,7 +68,7 @@ class FakeEngine(Engine):
             return []
         launched = time.monotonic()
         self._num_steps += 1
-        sampled, targets = [], []
+        sampled = []
         for row in scheduled.scheduled:
             state = self._states[row.request_id]
             prompt = state.prompt_token_ids
@@ -75,17 +77,16 @@ class FakeEngine(Engine):
             if row.admitted and state.metrics.first_scheduled_s is None:
                 state.metrics.first_scheduled_s = launched
             sampled.append(prompt[row.output_index % len(prompt)])
-            for position in range(row.start, row.start + row.num_tokens):
-                targets.append(prompt[min(position + 1, len(prompt) - 1)])
-        output = StepOutput(self._sample(sampled), self._sample(targets))
-        return self._resolve(_InFlight(scheduled, output, launched))
+        output = StepOutput(np.array([sampled], np.int32), None)
+        logprobs = launch_logprobs(self._score, 64, None, output, scheduled, self._states, None)
+        return self._resolve(_InFlight(scheduled, output, logprobs, launched))
 
-    def _sample(self, token_ids: list[int]) -> SampleOutput:
-        ids = np.array(token_ids, np.int32)
+    def _score(self, params, hidden, sampled, queries) -> TokenLogprobs:
+        tokens = np.asarray(queries)[:, 1]
+        ids = np.where(tokens < 0, sampled[0, np.where(tokens < 0, -1 - tokens, 0)], tokens)
         tops = (ids[:, None] + np.arange(self.config.max_logprobs)) % self.model_config.vocab_size
         logprobs = -0.25 * (1 + ids % 7)
-        return SampleOutput(
-            token_ids=ids,
+        return TokenLogprobs(
             logprobs=logprobs,
             ranks=np.ones_like(ids),
             top_token_ids=tops,
