@@ -132,6 +132,7 @@ def main() -> None:
     parser.add_argument("--prompt-len", type=int, default=704)
     parser.add_argument("--num-tokens", type=int, default=160)
     parser.add_argument("--num-scheduler-steps", type=int)
+    parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--cache", default=None)
     parser.add_argument("--sampled", action="store_true")
     parser.add_argument("--output", type=Path, required=True)
@@ -143,7 +144,7 @@ def main() -> None:
             load_format="dummy",
             skip_tokenizer_init=True,
             max_model_len=2048,
-            max_num_seqs=max(args.batch),
+            max_num_seqs=args.max_num_seqs,
             num_scheduler_steps=args.num_scheduler_steps,
             enable_prefix_caching=False,
             compilation_cache_dir=args.cache,
@@ -155,6 +156,8 @@ def main() -> None:
         "model": Path(args.model).name,
         "ready_s": round(time.perf_counter() - begin, 2),
         "startup_s": engine.startup_s,
+        "temp_bytes": engine._parts.programs.temp_bytes,
+        "num_blocks": engine.scheduler_config.num_blocks,
         "steps_per_dispatch": engine._parts.steps_per_dispatch,
         "several_steps_at": [b.num_rows for b in engine._parts.programs.decode_steps],
         "logits_error": check_logits(engine),

@@ -54,10 +54,11 @@ class SchedulerOutput:
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """What one finished step means for one request."""
+    """What one finished dispatch means for one request."""
 
     request_id: str
-    token_id: int
+    token_ids: tuple[int, ...]
+    """At least one; none after the token that ended the request."""
     finish_reason: FinishReason | None
     stop_token_id: int | None = None
-    """The stop token that ended it, if one did (it is also `token_id`)."""
+    """The stop token that ended it, if one did (it is also the last of `token_ids`)."""

@@ -3,7 +3,7 @@
 from bisect import insort
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from scheduler.block_manager import BlockManager
@@ -180,27 +180,30 @@ class Scheduler:
             )
         events = []
         _, requests = self._in_flight.popleft()
-        for step in range(output.num_steps):
-            tokens = token_ids[step * num_rows : (step + 1) * num_rows]
-            for row, request, token_id in zip(output.scheduled, requests, tokens, strict=True):
-                if row.samples and step < row.num_steps and request.finish_reason is None:
-                    events.append(self._take(request, row.output_index + step, token_id))
+        for index, (row, request) in enumerate(zip(output.scheduled, requests, strict=True)):
+            if row.samples and request.finish_reason is None:
+                last = index + row.num_steps * num_rows
+                events.append(self._take(request, row.output_index, token_ids[index:last:num_rows]))
         return events
 
-    def _take(self, request: Request, output_index: int, token_id: int) -> TokenEvent:
-        """One sampled token; the request leaves if that was its last."""
-        request.output_token_ids.append(token_id)
-        request.num_in_flight_tokens -= 1
+    def _take(self, request: Request, output_index: int, token_ids: Sequence[int]) -> TokenEvent:
+        """The next sampled tokens, from `output_index` on; the request may leave with one."""
+        reason = stop_token_id = None
+        num_taken = len(token_ids)
+        for i, token_id in enumerate(token_ids if request.stop_token_ids else ()):
+            if token_id in request.stop_token_ids and output_index + i >= request.min_tokens:
+                reason, stop_token_id, num_taken = FinishReason.STOP, token_id, i + 1
+                break
+        if reason is None and output_index + num_taken == request.max_tokens:
+            reason = FinishReason.LENGTH
+        taken = tuple(token_ids[:num_taken])
+        request.output_token_ids += taken
+        request.num_in_flight_tokens -= num_taken
         if request.slot >= 0:
             self._blocks.commit(request)
-        reason = stop_token_id = None
-        if token_id in request.stop_token_ids and output_index >= request.min_tokens:
-            reason, stop_token_id = FinishReason.STOP, token_id
-        elif output_index + 1 == request.max_tokens:
-            reason = FinishReason.LENGTH
         if reason is not None:
             self._remove(request, reason)
-        return TokenEvent(request.request_id, token_id, reason, stop_token_id)
+        return TokenEvent(request.request_id, taken, reason, stop_token_id)
 
     def check(self) -> None:
         """AssertionError unless the bookkeeping is consistent. For tests: it looks at all of it."""
@@ -268,7 +271,18 @@ class Scheduler:
             more = tuple(self._blocks.grow(request) for _ in range(missing[i]))
             request.num_computed_tokens += lengths[i] - 1
             request.num_in_flight_tokens += lengths[i] - 1
-            rows[i] = replace(row, num_steps=lengths[i], new_block_ids=(*row.new_block_ids, *more))
+            rows[i] = ScheduledRequest(
+                request_id=row.request_id,
+                slot=row.slot,
+                start=row.start,
+                num_tokens=1,
+                token_ids=None,
+                new_block_ids=(*row.new_block_ids, *more),
+                samples=True,
+                output_index=row.output_index,
+                admitted=False,
+                num_steps=lengths[i],
+            )
         return True
 
     def _make_room(self, request: Request, preempted: list[str]) -> bool:

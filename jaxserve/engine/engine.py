@@ -4,6 +4,7 @@ Synchronous and single-threaded: whoever calls `step` owns the engine. `AsyncEng
 thread of its own.
 """
 
+import gc
 import itertools
 import random
 import time
@@ -66,6 +67,9 @@ class Engine:
         self._closed = False
         self._steps = StepStats()
         self._resolved_s = 0.0
+        # Tracing leaves a great many objects; the collector would walk them while serving.
+        gc.collect()
+        gc.freeze()
 
     @property
     def max_model_len(self) -> int:
@@ -284,8 +288,8 @@ class Engine:
         """Launch the next step, then read the one before it; returns what that one has produced."""
         if self._closed:
             raise RuntimeError("the engine is closed")
-        scores = self._num_with_logprobs > 0
-        num_steps = 1 if scores else self._parts.num_decode_steps(self._scheduler.num_running)
+        num_running = self._scheduler.num_running
+        num_steps = 1 if self._num_with_logprobs else self._parts.num_decode_steps(num_running)
         scheduled = self._scheduler.schedule(num_steps)
         if scheduled is not None:
             self._launch(scheduled)
@@ -305,7 +309,7 @@ class Engine:
                     self._load_slot(row.slot, state)
         bucket = pick_bucket(parts.buckets, scheduled.num_tokens)
         packed = self._builder.build(scheduled, self._states, parts.programs.layouts[bucket])
-        packed = jax.device_put(packed, parts.replicated)
+        packed = jax.device_put(packed, parts.host_input)
         programs = parts.programs
         steps = programs.steps if scheduled.num_steps == 1 else programs.decode_steps
         parts.kv_caches, parts.slots, output = steps[bucket](
@@ -356,15 +360,13 @@ class Engine:
         scored = step_logprobs.fetch() if step_logprobs else None
         deltas = self._prompt_logprobs(scheduled, step_logprobs, scored)
         for event in self._scheduler.update(scheduled, token_ids):
-            state = self._states.get(event.request_id)
-            if state is None:  # a stop string ended it earlier in this dispatch
-                continue
+            state = self._states[event.request_id]
             logprobs = None
             if state.params.logprobs is not None:
                 logprobs = state.logprobs_at(
                     scored,
                     step_logprobs.sampled[event.request_id],
-                    event.token_id,
+                    event.token_ids[0],
                     state.params.logprobs,
                 )
             delta = state.advance(event, logprobs)
@@ -401,3 +403,4 @@ class Engine:
         self._children.clear()
         self._in_flight.clear()
         self._parts.free()
+        gc.unfreeze()

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxserve.engine.buckets import Bucket
+from jaxserve.engine.executables import ExecutableCache
 from jaxserve.engine.forward_batch import BatchLayout
 from jaxserve.engine.logprobs import make_logprobs, tile_size
 from jaxserve.engine.step import make_step
@@ -24,7 +25,7 @@ from jaxserve.model.definition import ModelDefinition
 from jaxserve.sampling import load_slot, new_slot_state
 from sharding import KV_CACHE_SPEC, shardings
 
-COMPILE_THREADS = 8
+COMPILE_THREADS = 16
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,22 @@ def use_compilation_cache(folder: str | None) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
+def input_sharding(mesh: Mesh) -> NamedSharding:
+    """Where the host leaves a packed batch.
+
+    For a GPU, in host memory that it can read itself: a copy to the device by the host would wait
+    for the step in flight, and the next launch for the copy.
+    """
+    on_gpu = mesh.devices.flat[0].platform == "gpu"
+    return NamedSharding(mesh, P(), memory_kind="pinned_host" if on_gpu else None)
+
+
+def executables_folder() -> Path | None:
+    """Where to keep whole executables: beside what JAX keeps, if it keeps anything on disk."""
+    folder = jax.config.jax_compilation_cache_dir
+    return Path(folder) / "executables" if folder and "://" not in folder else None
+
+
 def abstract_arguments(
     definition: ModelDefinition,
     mesh: Mesh,
@@ -82,7 +99,7 @@ def abstract_arguments(
     kv_cache = struct(jax.ShapeDtypeStruct(shape, definition.dtype), KV_CACHE_SPEC)
     slots = jax.eval_shape(lambda: new_slot_state(max_num_seqs, definition.config.vocab_size))
     slots = jax.tree.map(lambda x: struct(x, P()), slots)
-    packed = struct(jax.ShapeDtypeStruct((layout.size,), jnp.int32), P())
+    packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32, sharding=input_sharding(mesh))
     return params, (kv_cache,) * definition.config.num_layers, slots, packed
 
 
@@ -94,6 +111,7 @@ def compile_programs(
     max_num_seqs: int,
     max_logprobs: int,
     num_decode_steps: int,
+    cache: ExecutableCache,
 ) -> Programs:
     """Compile what every layout needs, several programs at a time.
 
@@ -102,9 +120,12 @@ def compile_programs(
     replicated = NamedSharding(mesh, P())
 
     def compile_step(layout: BatchLayout, num_steps: int) -> Callable:
-        step = make_step(definition, mesh, layout, num_steps)
-        arguments = abstract_arguments(definition, mesh, layout, num_blocks, max_num_seqs)
-        return step.lower(*arguments).compile()
+        def compile_it() -> jax.stages.Compiled:
+            step = make_step(definition, mesh, layout, num_steps)
+            arguments = abstract_arguments(definition, mesh, layout, num_blocks, max_num_seqs)
+            return step.lower(*arguments).compile()
+
+        return cache.load_or_compile(compile_it, "step", layout, num_steps, num_blocks)
 
     def compile_logprobs(layout: BatchLayout) -> Callable:
         num_tokens, num_rows = layout.bucket.num_tokens, layout.bucket.num_rows
@@ -117,14 +138,19 @@ def compile_programs(
         sampled = struct((1, num_rows), jnp.int32)
         queries = struct((tile_size(layout), 2), jnp.int32)
         program = make_logprobs(definition, mesh, max_logprobs)
-        return program.lower(params, hidden, sampled, queries).compile()
+        return cache.load_or_compile(
+            lambda: program.lower(params, hidden, sampled, queries).compile(),
+            "logprobs",
+            layout,
+            max_logprobs,
+        )
 
     with ThreadPoolExecutor(COMPILE_THREADS) as pool:
 
         def start(compile_one: Callable, *args: int, only_decode: bool = False) -> dict:
-            return {
+            return {  # the largest takes longest: first
                 bucket: pool.submit(compile_one, layout, *args)
-                for bucket, layout in layouts.items()
+                for bucket, layout in reversed(layouts.items())
                 if not only_decode or bucket.num_rows == bucket.num_tokens
             }
 

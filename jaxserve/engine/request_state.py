@@ -40,7 +40,8 @@ class RequestState:
         return self.request.prompt_token_ids
 
     def advance(self, event: TokenEvent, logprobs: dict[int, Logprob] | None) -> OutputDelta:
-        """Take one sampled token; its finish reason becomes "stop" if it ends a stop string."""
+        """Take the sampled tokens; the finish reason becomes "stop" if one ends a stop string, and
+        those after it are dropped."""
         now = time.monotonic()
         if self.metrics.first_token_s is None:
             self.metrics.first_token_s = now
@@ -49,11 +50,14 @@ class RequestState:
         if event.stop_token_id is not None and event.stop_token_id not in self.eos_token_ids:
             stop_reason = event.stop_token_id
         text = ""
+        token_ids = event.token_ids
         if self.detokenizer is not None:
             hidden = event.stop_token_id is not None and not self.params.include_stop_str_in_output
-            shown = [] if hidden else [event.token_id]
+            shown = token_ids[:-1] if hidden else token_ids
+            num_before = self.detokenizer.num_tokens
             text = self.detokenizer.push(shown, finished=finish is not None)
             if self.detokenizer.stop_string is not None:
+                token_ids = token_ids[: self.detokenizer.num_tokens - num_before]
                 finish = FinishReason.STOP
                 stop_reason = self.detokenizer.stop_string
         if finish is not None:
@@ -62,7 +66,7 @@ class RequestState:
             request_id=self.parent_id,
             index=self.index,
             text=text,
-            token_ids=(event.token_id,),
+            token_ids=token_ids,
             logprobs=() if logprobs is None else (logprobs,),
             finish_reason=None if finish is None else finish.value,
             stop_reason=stop_reason,

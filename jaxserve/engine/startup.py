@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +14,14 @@ from jax.sharding import PartitionSpec as P
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.buckets import Bucket, make_buckets, pick_bucket
+from jaxserve.engine.executables import ExecutableCache
 from jaxserve.engine.forward_batch import BatchLayout
 from jaxserve.engine.memory import kv_cache_budget, num_kv_blocks
 from jaxserve.engine.programs import (
     Programs,
     compile_programs,
+    executables_folder,
+    input_sharding,
     padding_batch,
     use_compilation_cache,
 )
@@ -29,7 +33,7 @@ from jaxserve.text.tokenizer import Tokenizer
 from scheduler import SchedulerConfig
 from sharding import make_mesh
 
-GPU_SCHEDULER_STEPS = 4
+GPU_SCHEDULER_STEPS = 8
 MAX_DISPATCH_S = 0.02
 """Decode steps are put in one dispatch where they take no longer than this together."""
 
@@ -48,6 +52,8 @@ class EngineParts:
     steps_per_dispatch: int
     """Of decode rows, in the buckets that `programs.decode_steps` has."""
     replicated: NamedSharding
+    host_input: NamedSharding
+    """Where a packed batch goes."""
     params: Any
     kv_caches: tuple[jax.Array, ...]
     slots: SlotState
@@ -129,51 +135,67 @@ def start(config: EngineConfig) -> EngineParts:
     buckets = make_buckets(max_num_seqs, max_num_batched_tokens)
     layouts = {b: BatchLayout(b, max_blocks, config.block_size) for b in buckets}
 
+    replicated = NamedSharding(mesh, P())
+    cache = ExecutableCache(
+        executables_folder() if on_gpu else None, mesh, model_config, dtype, impl, max_num_seqs
+    )
+
     def blocks_beside(temp_bytes: int) -> int:
         budget = kv_cache_budget(
-            device, config.kv_cache_memory_bytes, config.gpu_memory_utilization, temp_bytes
+            device,
+            config.kv_cache_memory_bytes,
+            config.gpu_memory_utilization,
+            weight_bytes,
+            temp_bytes,
         )
         return num_kv_blocks(budget, bytes_per_block, config.block_size, max_model_len)
 
-    def compiled(num_blocks: int, chosen: dict[Bucket, BatchLayout]) -> Programs:
+    def load() -> Any:
+        with phase("weights"):
+            params = load_model_params(folder, definition, mesh, config.load_format, config.seed)
+            return jax.block_until_ready(params)
+
+    def compiled(num_blocks: int) -> Programs:
         return compile_programs(
             definition,
             mesh,
-            chosen,
+            layouts,
             num_blocks,
             max_num_seqs,
             config.max_logprobs,
             steps_per_dispatch,
+            cache,
         )
 
-    with phase("weights"):
-        # A cache that cannot fit even without weights is refused before they are loaded.
-        blocks_beside(0)
-        params = load_model_params(folder, definition, mesh, config.load_format, config.seed)
-        slots = _make_slots(max_num_seqs, model_config.vocab_size, NamedSharding(mesh, P()))
-        jax.block_until_ready((params, slots))
-
-    with phase("compile"):
-        num_blocks = blocks_beside(0)
-        if on_gpu and config.kv_cache_memory_bytes is None:
-            # Scratch memory is known only once the largest step is compiled, whatever the pool.
-            largest = compiled(num_blocks, {buckets[-1]: layouts[buckets[-1]]})
-            num_blocks = blocks_beside(largest.temp_bytes)
-        programs = compiled(num_blocks, layouts)
+    slots = jax.block_until_ready(_make_slots(max_num_seqs, model_config.vocab_size, replicated))
+    weight_bytes = definition.param_bytes(mesh)
+    scratch_bytes = _expected_scratch_bytes(definition, buckets[-1])
+    # A cache that cannot fit is refused before anything is loaded.
+    num_blocks = blocks_beside(scratch_bytes)
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(load)
+        if not on_gpu:
+            loading.result()  # compiling takes all of a CPU; and a bad file is refused at once
+        with phase("compile"):
+            programs = compiled(num_blocks)
+            if on_gpu and programs.temp_bytes > scratch_bytes:
+                num_blocks -= -(-(programs.temp_bytes - scratch_bytes) // bytes_per_block)
+                programs = compiled(num_blocks)
+        params = loading.result()
 
     with phase("warm_up"):
         kv_caches = definition.init_kv_caches(num_blocks, config.block_size, mesh)
-        replicated = NamedSharding(mesh, P())
+        host_input = input_sharding(mesh)
         for steps in (programs.steps, programs.decode_steps):
             for bucket, step in steps.items():
-                packed = jax.device_put(padding_batch(layouts[bucket]), replicated)
+                packed = jax.device_put(padding_batch(layouts[bucket]), host_input)
                 kv_caches, slots, output = step(params, kv_caches, slots, packed)
         jax.block_until_ready(output)
         if on_gpu and config.num_scheduler_steps is None:
             # Several steps at once hide the host where a step is short; where it is long, they
             # would only hold up whoever arrives.
             for bucket, step in list(programs.decode_steps.items()):
-                packed = jax.device_put(padding_batch(layouts[bucket]), replicated)
+                packed = jax.device_put(padding_batch(layouts[bucket]), host_input)
                 begin = time.perf_counter()
                 kv_caches, slots, output = step(params, kv_caches, slots, packed)
                 jax.block_until_ready(output)
@@ -198,6 +220,7 @@ def start(config: EngineConfig) -> EngineParts:
         programs=programs,
         steps_per_dispatch=steps_per_dispatch,
         replicated=replicated,
+        host_input=host_input,
         params=params,
         kv_caches=kv_caches,
         slots=slots,
@@ -207,3 +230,12 @@ def start(config: EngineConfig) -> EngineParts:
 
 def _make_slots(max_num_seqs: int, vocab_size: int, sharding: NamedSharding) -> SlotState:
     return jax.jit(lambda: new_slot_state(max_num_seqs, vocab_size), out_shardings=sharding)()
+
+
+def _expected_scratch_bytes(definition: ModelDefinition, largest: Bucket) -> int:
+    """More than the largest program is expected to need: the logits, a few times over, and what
+    one layer makes of all tokens."""
+    config = definition.config
+    logits = 4 * largest.num_rows * config.vocab_size
+    width = 4 * config.intermediate_size + 8 * config.hidden_size
+    return 8 * logits + largest.num_tokens * width * definition.dtype.itemsize + (256 << 20)

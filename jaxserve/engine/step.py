@@ -75,4 +75,10 @@ def make_step(
         out_specs=(KV_CACHE_SPEC, P(), P()),
         check_vma=False,
     )
-    return jax.jit(sharded, donate_argnums=(1, 2))
+
+    def from_host(params, kv_caches, slots, packed):
+        packed = jax.device_put(packed, jax.memory.Space.Device)
+        return sharded(params, kv_caches, slots, packed)
+
+    on_gpu = mesh.devices.flat[0].platform == "gpu"
+    return jax.jit(from_host if on_gpu else sharded, donate_argnums=(1, 2))

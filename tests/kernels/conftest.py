@@ -49,6 +49,27 @@ def attention(request, monkeypatch):
     return _jitted(request.param)
 
 
+@pytest.fixture(
+    params=[
+        pytest.param("triton", marks=pytest.mark.gpu),
+        pytest.param(
+            "triton-interpreted",
+            marks=pytest.mark.skipif(not CAN_INTERPRET, reason="needs triton and no GPU"),
+        ),
+    ]
+)
+def by_triton(request, monkeypatch):
+    """Makes of a kernel's entry point one that runs it by Triton."""
+    if request.param == "triton-interpreted":
+        from pallas_kernels.triton_import import jax_triton
+
+        monkeypatch.setattr(jax_triton, "triton_call", _interpret)
+        return lambda function, **options: functools.partial(function, impl="triton", **options)
+    return lambda function, **options: jax.jit(
+        functools.partial(function, impl="triton", **options)
+    )
+
+
 @functools.cache  # so that tests of the same shapes share a compilation
 def _jitted(impl):
     return jax.jit(
