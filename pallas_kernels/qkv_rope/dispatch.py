@@ -23,7 +23,7 @@ def qkv_rope(
     Of each kv head, qkv holds the G query heads, the key and the value. The norms (root mean
     square with `eps`; both or neither) and the rotation (dimension i turns with i + H/2) are
     computed in float32. `impl`: "reference" is plain JAX; "triton" reads and writes each element
-    once, on an NVIDIA GPU, and wants an H that is a power of two. Raises ValueError otherwise.
+    once, on an NVIDIA GPU. Raises ValueError for another `impl`.
     """
     arrays = (qkv, bias, q_norm, k_norm, cos, sin)
     if impl == "reference":

@@ -18,8 +18,6 @@ def qkv_rope(
 ) -> tuple[Float[Array, "T K*G H"], Float[Array, "T K H"], Float[Array, "T K H"]]:
     num_tokens, num_kv_heads, group, head_dim = qkv.shape
     group -= 2
-    if head_dim & (head_dim - 1):
-        raise ValueError(f"head_dim {head_dim} is not a power of two")
     q = jax.ShapeDtypeStruct((num_tokens, num_kv_heads * group, head_dim), qkv.dtype)
     kv = jax.ShapeDtypeStruct((num_tokens, num_kv_heads, head_dim), qkv.dtype)
     heads = triton.next_power_of_2(group + 2)
@@ -40,6 +38,7 @@ def qkv_rope(
         G=group,
         HEADS=heads,
         HALF=head_dim // 2,
+        HALF_PAD=triton.next_power_of_2(head_dim // 2),
         EPS=eps,
         HAS_BIAS=bias is not None,
         HAS_NORMS=has_norms,
@@ -61,6 +60,7 @@ def _qkv_rope(
     G: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    HALF_PAD: tl.constexpr,
     EPS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_NORMS: tl.constexpr,
@@ -69,8 +69,9 @@ def _qkv_rope(
     kv_head = tl.program_id(1)
     H: tl.constexpr = 2 * HALF
     head = tl.arange(0, HEADS)[:, None]
-    pair = tl.arange(0, HALF)[None, :]
-    mask = (head < G + 2) & (pair < HALF)
+    pair = tl.arange(0, HALF_PAD)[None, :]
+    in_half = pair < HALF
+    mask = (head < G + 2) & in_half
 
     source = ((token * K + kv_head) * (G + 2) + head) * H + pair
     first = tl.load(qkv + source, mask=mask, other=0.0).to(tl.float32)
@@ -83,15 +84,15 @@ def _qkv_rope(
     if HAS_NORMS:
         square = tl.sum(first * first + second * second, axis=1)[:, None] / H
         scale = tl.rsqrt(square + EPS)
-        q_first = tl.load(q_norm + pair).to(tl.float32)
-        q_second = tl.load(q_norm + pair + HALF).to(tl.float32)
-        k_first = tl.load(k_norm + pair).to(tl.float32)
-        k_second = tl.load(k_norm + pair + HALF).to(tl.float32)
+        q_first = tl.load(q_norm + pair, mask=in_half).to(tl.float32)
+        q_second = tl.load(q_norm + pair + HALF, mask=in_half).to(tl.float32)
+        k_first = tl.load(k_norm + pair, mask=in_half).to(tl.float32)
+        k_second = tl.load(k_norm + pair + HALF, mask=in_half).to(tl.float32)
         first *= tl.where(is_value, 1.0, scale * tl.where(head < G, q_first, k_first))
         second *= tl.where(is_value, 1.0, scale * tl.where(head < G, q_second, k_second))
 
-    c = tl.load(cos + token * HALF + pair)
-    s = tl.load(sin + token * HALF + pair)
+    c = tl.load(cos + token * HALF + pair, mask=in_half)
+    s = tl.load(sin + token * HALF + pair, mask=in_half)
     turned_first = tl.where(is_value, first, first * c - second * s)
     turned_second = tl.where(is_value, second, second * c + first * s)
 
@@ -99,10 +100,10 @@ def _qkv_rope(
     turned_first = turned_first.to(dtype)
     turned_second = turned_second.to(dtype)
     to_q = ((token * K + kv_head) * G + head) * H + pair
-    tl.store(q + to_q, turned_first, mask=head < G)
-    tl.store(q + to_q + HALF, turned_second, mask=head < G)
+    tl.store(q + to_q, turned_first, mask=(head < G) & in_half)
+    tl.store(q + to_q + HALF, turned_second, mask=(head < G) & in_half)
     to_kv = (token * K + kv_head) * H + pair + head * 0
-    tl.store(k + to_kv, turned_first, mask=head == G)
-    tl.store(k + to_kv + HALF, turned_second, mask=head == G)
-    tl.store(v + to_kv, turned_first, mask=is_value)
-    tl.store(v + to_kv + HALF, turned_second, mask=is_value)
+    tl.store(k + to_kv, turned_first, mask=(head == G) & in_half)
+    tl.store(k + to_kv + HALF, turned_second, mask=(head == G) & in_half)
+    tl.store(v + to_kv, turned_first, mask=is_value & in_half)
+    tl.store(v + to_kv + HALF, turned_second, mask=is_value & in_half)

@@ -36,7 +36,12 @@ def test_add_rms_norm(by_triton, dtype, num_tokens, size):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
     ("num_kv_heads", "group", "head_dim", "has_bias", "has_norms"),
-    [(2, 7, 64, True, False), (8, 4, 128, False, False), (8, 2, 128, False, True)],
+    [
+        (2, 7, 64, True, False),
+        (8, 4, 128, False, False),
+        (8, 2, 128, False, True),
+        (3, 1, 96, True, True),
+    ],
 )
 def test_qkv_rope(by_triton, dtype, num_kv_heads, group, head_dim, has_bias, has_norms):
     num_tokens, heads = 19, (num_kv_heads, group + 2, head_dim)
