@@ -135,6 +135,10 @@ def start(config: EngineConfig) -> EngineParts:
     buckets = make_buckets(max_num_seqs, max_num_batched_tokens)
     layouts = {b: BatchLayout(b, max_blocks, config.block_size) for b in buckets}
 
+    if impl != "reference":
+        # It registers the calls that executables from disk make; only tracing would import it.
+        import pallas_kernels.triton_import  # noqa: F401
+
     replicated = NamedSharding(mesh, P())
     cache = ExecutableCache(
         executables_folder() if on_gpu else None, mesh, model_config, dtype, impl, max_num_seqs
@@ -178,7 +182,8 @@ def start(config: EngineConfig) -> EngineParts:
             loading.result()  # compiling takes all of a CPU; and a bad file is refused at once
         with phase("compile"):
             programs = compiled(num_blocks)
-            if on_gpu and programs.temp_bytes > scratch_bytes:
+            measured = on_gpu and config.kv_cache_memory_bytes is None
+            if measured and programs.temp_bytes > scratch_bytes:
                 num_blocks -= -(-(programs.temp_bytes - scratch_bytes) // bytes_per_block)
                 programs = compiled(num_blocks)
         params = loading.result()
