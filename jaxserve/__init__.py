@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxserve.config import EngineConfig
 from jaxserve.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.sampling_params import SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from jaxserve.engine.streams import EngineDeadError
@@ -22,6 +22,7 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
 ]
 
 # Imported when first asked for: they bring in JAX, which takes longer than `jaxserve --help` may.

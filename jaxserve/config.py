@@ -41,8 +41,9 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     tensor_parallel_size: int = 1
-    attention_impl: Literal["auto", "reference", "triton"] = "auto"
-    """"auto": "triton" on a GPU, "reference" on a CPU."""
+    attention_impl: Literal["auto", "reference", "triton", "mosaic"] = "auto"
+    """"auto": "triton" on a GPU, "reference" on a CPU. "mosaic", on a Hopper GPU, has long prefills
+    in a kernel of their own."""
     max_logprobs: int = 20
     """Most candidates that a request may ask for at one position."""
     seed: int = 0
@@ -69,7 +70,7 @@ class EngineConfig:
         choice("dtype", "auto", "float32", "bfloat16")
         choice("load_format", "auto", "dummy")
         choice("scheduling_policy", "fcfs", "priority")
-        choice("attention_impl", "auto", "reference", "triton")
+        choice("attention_impl", "auto", "reference", "triton", "mosaic")
         for name in (
             "max_model_len",
             "max_num_seqs",

@@ -12,7 +12,8 @@ from tqdm.auto import tqdm
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.async_engine import AsyncEngine
-from jaxserve.engine.engine import Engine, Prompt
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.prompts import Prompt
 from jaxserve.engine.request_state import Submission
 from jaxserve.engine.stats import EngineStats
 from jaxserve.outputs import RequestOutput

@@ -1,14 +1,19 @@
 """How one request is sampled; names and meanings follow vLLM's SamplingParams."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import Any
 
 MAX_BAD_WORD_TOKENS = 16
 MAX_BAD_WORDS = 64
 MAX_SEED = 2**64 - 1
 MIN_TEMPERATURE = 1e-5
+MAX_GRAMMAR_BYTES = 1 << 17
+"""Of a schema, regular expression or grammar, and of all choices together."""
+MAX_SCHEMA_DEPTH = 64
 
 
 def _check(condition: bool, name: str, allowed: str, value: object) -> None:
@@ -31,6 +36,109 @@ def _is_ids(value: object) -> bool:
 
 def _is_texts(value: object) -> bool:
     return isinstance(value, Sequence) and all(isinstance(text, str) and text for text in value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """What an answer's text must be; exactly one of the first five says it.
+
+    ValueError, naming the field, for what no grammar can be made of at first sight. The engine
+    compiles the grammar and refuses the others.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    """JSON that a JSON Schema validates; the schema as a mapping or its text. Kept as text."""
+    regex: str | None = None
+    """Text that this regular expression (Rust's syntax; \\d is 0 to 9) matches as a whole."""
+    choice: Sequence[str] | None = None
+    """One of these texts."""
+    grammar: str | None = None
+    """Text that a context-free grammar derives from `start`; llguidance's variant of Lark."""
+    json_object: bool | None = None
+    """True: any JSON object."""
+    disable_any_whitespace: bool = False
+    """No whitespace in JSON, outside its strings."""
+    whitespace_pattern: str | None = None
+    """The whitespace that JSON may have outside its strings, as a regular expression."""
+
+    def __post_init__(self) -> None:
+        chosen = [name for name in _CONSTRAINTS if getattr(self, name) not in (None, False)]
+        if len(chosen) != 1:
+            raise ValueError(
+                f"structured_outputs must have exactly one of {', '.join(_CONSTRAINTS)}, got "
+                f"{' and '.join(chosen) or 'none'}"
+            )
+        for name in ("json_object", "disable_any_whitespace"):
+            value = getattr(self, name)
+            _check(isinstance(value, bool | None), name, "true or false", value)
+        if self.json is not None:
+            object.__setattr__(self, "json", _schema_text(self.json))
+        if self.choice is not None:
+            _check(
+                not isinstance(self.choice, str) and _is_texts(self.choice) and self.choice,
+                "choice",
+                "a list of strings that are not empty",
+                self.choice,
+            )
+            object.__setattr__(self, "choice", tuple(self.choice))
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            value = getattr(self, name)
+            _check(value is None or (isinstance(value, str) and value), name, "text", value)
+        if self.whitespace_pattern is not None and self.disable_any_whitespace:
+            raise ValueError("whitespace_pattern and disable_any_whitespace exclude each other")
+        num_bytes = sum(len(_utf8(chosen[0], text)) for text in self._texts())
+        if num_bytes > MAX_GRAMMAR_BYTES:
+            raise ValueError(
+                f"{chosen[0]} must be of at most {MAX_GRAMMAR_BYTES} bytes, got {num_bytes}"
+            )
+
+    def _texts(self) -> Sequence[str]:
+        if self.choice is not None:
+            return self.choice
+        texts = (self.json, self.regex, self.grammar, self.whitespace_pattern)
+        return [text for text in texts if text is not None]
+
+
+_CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object")
+
+
+def _utf8(name: str, text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name} must be Unicode, but its character {error.start} is {text[error.start]!r}"
+        ) from error
+
+
+def _schema_text(schema: object) -> str:
+    """The schema as compact JSON, members in the order given; ValueError if it is none."""
+    try:
+        value = json.loads(schema) if isinstance(schema, str) else schema
+        if isinstance(value, Mapping):
+            _check_depth(value)
+            return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except RecursionError as error:
+        raise ValueError(
+            f"json must be a JSON Schema of at most {MAX_SCHEMA_DEPTH} levels"
+        ) from error
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"json must be a JSON Schema: {error}") from error
+    raise ValueError(f"json must be a JSON Schema, which is an object, got {value!r:.80}")
+
+
+def _check_depth(schema: object) -> None:
+    level = [schema]
+    for _ in range(MAX_SCHEMA_DEPTH):
+        level = [
+            child
+            for value in level
+            if isinstance(value, Mapping | list | tuple)
+            for child in (value.values() if isinstance(value, Mapping) else value)
+        ]
+        if not level:
+            return
+    raise RecursionError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +192,8 @@ class SamplingParams:
     """No other tokens are sampled."""
     bad_words: Sequence[str] = ()
     """Words never to be completed, also where the prompt ends with their beginning."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """What the answer's text must be."""
 
     def __post_init__(self) -> None:
         _check(_is_int(self.n) and 1 <= self.n <= 128, "n", "an integer from 1 to 128", self.n)
@@ -185,6 +295,12 @@ class SamplingParams:
             self.bad_words,
         )
         object.__setattr__(self, "bad_words", tuple(self.bad_words or ()))
+        _check(
+            isinstance(self.structured_outputs, StructuredOutputsParams | None),
+            "structured_outputs",
+            "None or StructuredOutputsParams",
+            self.structured_outputs,
+        )
 
     @property
     def greedy(self) -> bool:

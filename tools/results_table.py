@@ -43,9 +43,20 @@ def host_rows(result: dict) -> list[str]:
     return rows
 
 
+def structured_rows(result: dict) -> list[str]:
+    where = f"{result['device']}, {result['hardware']['cpu']}"
+    flag = " (flagged: spread over 15%)" if result["flagged"] else ""
+    return [
+        f"| {result['model']}, a step of {result['num_requests']} requests with as many different "
+        f"JSON schemas, over one without ({result['outputs_valid']} outputs validate) | "
+        f"{result['ratio_all']:.2f} times{flag} | {where} |"
+    ]
+
+
 ROWS: dict[str, Callable[[dict], list[str]]] = {
     "offline_vs_transformers": offline_rows,
     "host_time": host_rows,
+    "structured_output": structured_rows,
 }
 
 

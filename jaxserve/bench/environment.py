@@ -15,7 +15,8 @@ from typing import Any
 from jaxserve.bench.gpu import gpu_names
 
 PACKAGES = (
-    "jaxserve", "jax", "jaxlib", "flax", "numpy", "transformers", "torch", "vllm", "triton",
+    "jaxserve", "jax", "jaxlib", "flax", "numpy", "transformers", "llguidance",
+    "torch", "vllm", "triton",
     "jax-triton",
 )  # fmt: skip
 _SECRET_FLAG = "--api-key"

@@ -69,6 +69,14 @@ def token_biases(value: Any) -> dict[int, float]:
         raise ValueError(f"logit_bias must have token ids as keys, got {value!r}") from None
 
 
+def from_fields[T](cls: type[T], name: str, value: Any) -> T:
+    """The dataclass `cls` from JSON; ValueError, beginning with `name`, if it is no such object."""
+    known = [field.name for field in dataclasses.fields(cls)]
+    if not isinstance(value, Mapping) or not value.keys() <= set(known):
+        raise ValueError(f"{name} must be an object with {', '.join(known)}, got {value!r:.200}")
+    return cls(**value)
+
+
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
@@ -88,6 +96,8 @@ def _options(field: dataclasses.Field[Any]) -> dict[str, Any]:
         return {"choices": get_args(kind)}
     if get_origin(kind) is Mapping:
         return {"type": _json_biases, "metavar": "JSON"}
+    if dataclasses.is_dataclass(kind):
+        return {"type": _json_fields(kind), "metavar": "JSON"}
     if get_origin(kind) is Sequence:
         (item,) = get_args(kind)
         return {"type": item, "metavar": _metavar(item), "nargs": "+", "action": "extend"}
@@ -113,6 +123,16 @@ def _json_biases(text: str) -> dict[int, float]:
         return token_biases(json.loads(text))
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"not a JSON object of token ids: {error}") from error
+
+
+def _json_fields(cls: type) -> Any:
+    def parse(text: str) -> Any:
+        try:
+            return from_fields(cls, "it", json.loads(text))
+        except (ValueError, RecursionError) as error:
+            raise argparse.ArgumentTypeError(f"{text:.80}: {error}") from error
+
+    return parse
 
 
 def _field_docs(cls: type) -> dict[str, str]:

@@ -11,9 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from jaxserve.cli.flags import UsageError, add_flags, build, given, token_biases
+from jaxserve.cli.flags import (
+    UsageError,
+    add_flags,
+    build,
+    from_fields,
+    given,
+    token_biases,
+)
 from jaxserve.config import EngineConfig
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.sampling_params import SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from jaxserve.llm import LLM
@@ -154,6 +161,9 @@ def _sampling_fields(value: Any) -> dict[str, Any]:
     fields = dict(value)
     if fields.get("logit_bias") is not None:
         fields["logit_bias"] = token_biases(fields["logit_bias"])
+    name = "structured_outputs"
+    if fields.get(name) is not None:
+        fields[name] = from_fields(StructuredOutputsParams, name, fields[name])
     return fields
 
 

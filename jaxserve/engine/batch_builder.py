@@ -25,6 +25,7 @@ def request_columns(state: RequestState) -> np.ndarray:
     columns[[Column.SEED_HIGH, Column.SEED_LOW]] = seed.view(np.int32)
     columns[Column.HAS_BIAS] = state.has_bias
     columns[Column.HAS_BAD_WORDS] = bool(state.bad_word_token_ids)
+    columns[Column.HAS_GRAMMAR] = state.matcher is not None
     columns[Column.TEMPERATURE] = float_bits(params.temperature)
     columns[Column.TOP_P] = float_bits(params.top_p)
     columns[Column.MIN_P] = float_bits(params.min_p)

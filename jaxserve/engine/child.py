@@ -1,4 +1,5 @@
-"""The engine's process: the engine loop, and a thread that hears what the server's process says.
+"""The engine's process: the engine loop, a thread that hears what the server's process says, and
+one that prepares requests whose grammars must be compiled, which may take its time.
 
 It ends when told to, when its engine fails, and when the other end of its socket is gone, however
 the server's process has ended.
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from jaxserve.engine.loop import EngineLoop
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
 
 STATS_INTERVAL_S = 0.25
+MAX_NUM_PREPARING = 1024
+"""Requests whose grammars wait to be compiled; more are refused as the queue's are."""
 _RECEIVE_BYTES = 1 << 16
 _END_S = 5.0
 """How long the loop may take to end its step when the server's process is gone."""
@@ -74,6 +78,10 @@ class _Child:
         self._max_num_queued_reqs = max_num_queued_reqs
         self._sending = threading.Lock()
         self._loop: EngineLoop | None = None
+        self._preparing: dict[str, bool] = {}
+        """By id: whether it was aborted meanwhile."""
+        self._preparing_lock = threading.Lock()
+        self._preparer = ThreadPoolExecutor(1, "jaxserve-preparer")
         self._stats_sent_s = 0.0
         self._compilations = {"startup": 0, "serving": 0}
 
@@ -97,6 +105,7 @@ class _Child:
         if error.__cause__ is not None:
             logger.error("the engine failed", exc_info=error.__cause__)
         self._send(Failed(str(error)))
+        self._preparer.shutdown(wait=False, cancel_futures=True)
         engine.close()
 
     def _count_compilations(self) -> None:
@@ -157,14 +166,45 @@ class _Child:
     def _obey(self, message: ToEngine) -> None:
         loop = self._loop
         match message:
+            case Add() if loop.engine.must_compile(message.params):
+                self._add_later(loop, message)
             case Add():
                 self._add(loop, message)
             case Abort():
-                loop.abort(message.request_id)
+                self._abort(loop, message.request_id)
             case ResetPrefixCache():
                 loop.call(self._reset_prefix_cache, lambda error: None)
             case Stop():
                 self._end()
+
+    def _add_later(self, loop: EngineLoop, message: Add) -> None:
+        with self._preparing_lock:
+            num_preparing = len(self._preparing)
+            if num_preparing < MAX_NUM_PREPARING:
+                self._preparing[message.request_id] = False
+        if num_preparing < MAX_NUM_PREPARING:
+            self._preparer.submit(self._add_prepared, loop, message)
+        else:
+            text = f"{num_preparing} requests wait for their grammars to be compiled"
+            self._answer(message.request_id, QueueFullError(text))
+
+    def _abort(self, loop: EngineLoop, request_id: str) -> None:
+        with self._preparing_lock:
+            if request_id in self._preparing:
+                self._preparing[request_id] = True
+                return
+        loop.abort(request_id)
+
+    # On the preparing thread.
+
+    def _add_prepared(self, loop: EngineLoop, message: Add) -> None:
+        self._add(loop, message)
+        with self._preparing_lock:
+            aborted = self._preparing.pop(message.request_id)
+        if aborted:
+            loop.abort(message.request_id)
+
+    # On the reading or the preparing thread.
 
     def _add(self, loop: EngineLoop, message: Add) -> None:
         answer = functools.partial(self._answer, message.request_id)
@@ -175,6 +215,8 @@ class _Child:
             loop.add(submission, answer)
         except Exception as error:  # one request's trouble is not the others'
             answer(error)
+
+    # On the reading thread.
 
     def _end(self) -> None:
         """Let the loop end, and the process in any case."""

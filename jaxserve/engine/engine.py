@@ -6,38 +6,33 @@ thread of its own.
 
 import gc
 import itertools
+import logging
 import random
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import jax
 import numpy as np
+from llguidance import LLMatcher
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.batch_builder import BatchBuilder
 from jaxserve.engine.buckets import pick_bucket
-from jaxserve.engine.logprobs import StepLogprobs, launch_logprobs, tile_size
+from jaxserve.engine.grammar_masks import GrammarMasks
+from jaxserve.engine.in_flight import InFlight
+from jaxserve.engine.logprobs import launch_logprobs, tile_size
+from jaxserve.engine.prompts import Prompt, check_prompt, encode_prompt
 from jaxserve.engine.request_state import RequestState, Submission
 from jaxserve.engine.startup import EngineParts, start
 from jaxserve.engine.stats import EngineStats, StepStats
-from jaxserve.engine.step import StepOutput
 from jaxserve.outputs import CompletionOutput, OutputDelta, RequestMetrics, RequestOutput
 from jaxserve.sampling import TokenLogprobs, check_token_ids, needs_slot_state, slot_rows
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.detokenizer import IncrementalDetokenizer
+from jaxserve.text.grammar import GrammarCompiler
 from scheduler import FinishReason, Request, Scheduler, SchedulerOutput
 
-Prompt = str | Sequence[int] | Mapping[str, object]
-"""Text, token ids, or a mapping with "prompt" or "prompt_token_ids"."""
-
-
-class _InFlight(NamedTuple):
-    scheduled: SchedulerOutput
-    output: StepOutput
-    logprobs: StepLogprobs | None
-    launched_s: float
+logger = logging.getLogger(__name__)
 
 
 class Engine:
@@ -57,10 +52,14 @@ class Engine:
         self._builder = BatchBuilder(
             self._parts.scheduler_config.max_num_seqs, self._parts.max_blocks
         )
+        self._grammars: GrammarCompiler | None = None
+        if self.tokenizer is not None:
+            self._grammars = GrammarCompiler(self.tokenizer, self.model_config.vocab_size)
+        self._masks = GrammarMasks(self.model_config.vocab_size, self._parts.eos_token_ids)
         self._states: dict[str, RequestState] = {}
         self._children: dict[str, list[str]] = {}
-        self._num_with_logprobs = 0
-        self._in_flight: deque[_InFlight] = deque()
+        self._num_single_step = 0
+        self._in_flight: deque[InFlight] = deque()
         self._seeds = random.Random(config.seed)
         self._request_numbers = itertools.count()
         self._num_steps = 0
@@ -113,28 +112,6 @@ class Engine:
 
     # Requests. `prepare` touches nothing that a step uses, so any thread may call it.
 
-    def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """(text, token ids) of a prompt; the text is None if ids came in."""
-        if isinstance(prompt, Mapping):
-            if "prompt_token_ids" in prompt:
-                prompt = prompt["prompt_token_ids"]
-            elif "prompt" in prompt:
-                prompt = prompt["prompt"]
-            else:
-                raise ValueError(
-                    "a prompt given as a mapping needs 'prompt' or 'prompt_token_ids', got the "
-                    f"keys {sorted(map(str, prompt))}"
-                )
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("this engine has no tokenizer: give prompt token ids")
-            if not prompt:
-                raise ValueError("the prompt is empty")
-            return prompt, self.tokenizer.encode(prompt)
-        if not isinstance(prompt, Sequence | np.ndarray):
-            raise ValueError(f"a prompt must be a string or token ids, got {type(prompt).__name__}")
-        return None, list(prompt)
-
     def prepare(
         self,
         prompt: Prompt,
@@ -142,15 +119,18 @@ class Engine:
         request_id: str | None = None,
         priority: int = 0,
     ) -> Submission:
-        """Check a request against this model and set up its state; ValueError if it cannot be."""
+        """Check a request against this model and set up its state; ValueError if it cannot be.
+
+        Compiles its grammar, if it has one that is not known yet; others wait for that.
+        """
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be SamplingParams, got {params!r}")
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise ValueError(f"priority must be an integer, got {priority!r}")
         if not isinstance(request_id, str | None):
             raise ValueError(f"request_id must be a string, got {request_id!r}")
-        text, ids = self.encode(prompt)
-        self._check_prompt(ids)
+        text, ids = encode_prompt(prompt, self.tokenizer)
+        check_prompt(ids, self.model_config.vocab_size, self.max_model_len)
         ids = [int(i) for i in ids]
         bad_words = self._check_params(params)
         # Sequences have names of their own: two requests of one id may follow each other while
@@ -160,7 +140,11 @@ class Engine:
             request_id = f"request-{number}"
         room = self.max_model_len - len(ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        eos = frozenset() if params.ignore_eos else self._parts.eos_token_ids
+        has_grammar = params.structured_outputs is not None
+        # With a grammar the token masks hold the end back, and let it through when it is all that
+        # is left; it counts then.
+        ignores_eos = params.ignore_eos and not has_grammar
+        eos = frozenset() if ignores_eos else self._parts.eos_token_ids
         metrics = RequestMetrics(arrival_s=time.monotonic())
         output = RequestOutput(
             request_id=request_id,
@@ -179,7 +163,7 @@ class Engine:
                 prompt_token_ids=ids,
                 max_tokens=max_tokens,
                 stop_token_ids=eos | frozenset(params.stop_token_ids),
-                min_tokens=params.min_tokens,
+                min_tokens=0 if has_grammar else params.min_tokens,
                 priority=priority,
                 use_prefix_cache=params.prompt_logprobs is None,
             )
@@ -198,26 +182,10 @@ class Engine:
                 tokenizer=self.tokenizer,
                 detokenizer=detokenizer,
                 eos_token_ids=eos,
+                matcher=self._matcher(params),
             )
             submission.states.append(state)
         return submission
-
-    def _check_prompt(self, ids: Sequence[int]) -> None:
-        vocab_size = self.model_config.vocab_size
-        if len(ids) == 0:
-            raise ValueError("the prompt is empty")
-        for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int | np.integer):
-                raise ValueError(f"prompt token ids must be integers, got {token!r}")
-            if not 0 <= token < vocab_size:
-                raise ValueError(
-                    f"prompt token id {token} is outside the vocabulary (0 to {vocab_size - 1})"
-                )
-        if len(ids) >= self.max_model_len:
-            raise ValueError(
-                f"the prompt has {len(ids)} tokens, but max_model_len={self.max_model_len} leaves "
-                f"room for at most {self.max_model_len - 1} and one output token"
-            )
 
     def _check_params(self, params: SamplingParams) -> list[list[int]]:
         """Check what depends on the model; returns the token sequences of `bad_words`."""
@@ -239,6 +207,18 @@ class Engine:
         check_token_ids(params, words, self.model_config.vocab_size)
         return words
 
+    def _matcher(self, params: SamplingParams) -> LLMatcher | None:
+        if params.structured_outputs is None:
+            return None
+        if self._grammars is None:
+            raise ValueError("structured_outputs needs a tokenizer, and this engine has none")
+        return self._grammars.matcher(params.structured_outputs)
+
+    def must_compile(self, params: SamplingParams) -> bool:
+        """Whether `prepare` has to compile a grammar first."""
+        structure = params.structured_outputs
+        return not (structure is None or self._grammars is None or self._grammars.has(structure))
+
     def add(self, submission: Submission) -> None:
         """Queue a prepared request. ValueError, and nothing queued, if its id is in use."""
         request_id = submission.output.request_id
@@ -247,17 +227,21 @@ class Engine:
         for state in submission.states:
             self._scheduler.add(state.request)
             self._states[state.request.request_id] = state
-            self._num_with_logprobs += state.params.logprobs is not None
+            self._num_single_step += state.takes_single_steps
         self._children[request_id] = [s.request.request_id for s in submission.states]
 
     def abort(self, request_id: str) -> list[OutputDelta]:
         """End a request now; its blocks are free at once. Nothing happens if it is unknown."""
         deltas = []
         for child_id in list(self._children.get(request_id, ())):
-            self._scheduler.abort(child_id)
-            deltas.append(self._states[child_id].aborted())
-            self._forget(child_id)
+            deltas.append(self._abort(child_id))
         return deltas
+
+    def _abort(self, child_id: str) -> OutputDelta:
+        self._scheduler.abort(child_id)
+        delta = self._states[child_id].aborted()
+        self._forget(child_id)
+        return delta
 
     def is_open(self, request_id: str) -> bool:
         """True until every sequence of the request has finished or was aborted."""
@@ -265,7 +249,7 @@ class Engine:
 
     def _forget(self, child_id: str) -> None:
         state = self._states.pop(child_id)
-        self._num_with_logprobs -= state.params.logprobs is not None
+        self._num_single_step -= state.takes_single_steps
         children = self._children[state.parent_id]
         children.remove(child_id)
         if not children:
@@ -277,7 +261,7 @@ class Engine:
         self._scheduler = Scheduler(self.scheduler_config)
         self._states.clear()
         self._children.clear()
-        self._num_with_logprobs = 0
+        self._num_single_step = 0
         self._in_flight.clear()
         if any(array.is_deleted() for array in jax.tree.leaves((parts.kv_caches, parts.slots))):
             parts.make_state()
@@ -289,7 +273,7 @@ class Engine:
         if self._closed:
             raise RuntimeError("the engine is closed")
         num_running = self._scheduler.num_running
-        num_steps = 1 if self._num_with_logprobs else self._parts.num_decode_steps(num_running)
+        num_steps = 1 if self._num_single_step else self._parts.num_decode_steps(num_running)
         scheduled = self._scheduler.schedule(num_steps)
         if scheduled is not None:
             self._launch(scheduled)
@@ -310,10 +294,15 @@ class Engine:
         bucket = pick_bucket(parts.buckets, scheduled.num_tokens)
         packed = self._builder.build(scheduled, self._states, parts.programs.layouts[bucket])
         packed = jax.device_put(packed, parts.host_input)
+        previous = self._in_flight[-1] if self._in_flight else None
+        masks = self._masks.fill(scheduled, self._states, previous, bucket.num_rows)
+        token_masks = parts.no_masks[bucket]
+        if masks is not None:
+            token_masks = jax.device_put(masks, parts.replicated)
         programs = parts.programs
         steps = programs.steps if scheduled.num_steps == 1 else programs.decode_steps
         parts.kv_caches, parts.slots, output = steps[bucket](
-            parts.params, parts.kv_caches, parts.slots, packed
+            parts.params, parts.kv_caches, parts.slots, packed, token_masks
         )
         output.token_ids.copy_to_host_async()
         logprobs = launch_logprobs(
@@ -326,13 +315,14 @@ class Engine:
             parts.replicated,
         )
         launched = time.monotonic()
-        if self._in_flight:
-            self._steps.host_gap_s.observe(self._gap_before(launched))
-        self._in_flight.append(_InFlight(scheduled, output, logprobs, launched))
+        if previous is not None:
+            self._steps.host_gap_s.observe(self._gap_between(previous, launched))
+        self._in_flight.append(InFlight(scheduled, output, logprobs, launched))
         self._num_steps += scheduled.num_steps
 
-    def _gap_before(self, launched: float) -> float:
-        previous = self._in_flight[-1]
+    def _gap_between(self, previous: InFlight, launched: float) -> float:
+        if previous.arrived_s is not None:
+            return launched - previous.arrived_s
         if not previous.output.token_ids.is_ready():
             return 0.0
         return launched - max(previous.launched_s, self._resolved_s)
@@ -350,17 +340,20 @@ class Engine:
             self._parts.slots, *jax.device_put((np.int32(slot), *rows), self._parts.replicated)
         )
 
-    def _resolve(self, in_flight: _InFlight) -> list[OutputDelta]:
-        scheduled, output, step_logprobs, launched = in_flight
-        num_rows = len(scheduled.scheduled)
-        token_ids = np.asarray(output.token_ids)[:, :num_rows].reshape(-1).tolist()
-        now = time.monotonic()
-        self._steps.observe(scheduled, now - max(launched, self._resolved_s))
-        self._resolved_s = now
+    def _resolve(self, in_flight: InFlight) -> list[OutputDelta]:
+        scheduled, step_logprobs = in_flight.scheduled, in_flight.logprobs
+        token_ids = in_flight.token_ids()
+        begin = max(in_flight.launched_s, self._resolved_s)
+        self._steps.observe(scheduled, in_flight.arrived_s - begin)
+        self._resolved_s = in_flight.arrived_s
         scored = step_logprobs.fetch() if step_logprobs else None
-        deltas = self._prompt_logprobs(scheduled, step_logprobs, scored)
+        deltas = self._prompt_logprobs(in_flight, scored)
         for event in self._scheduler.update(scheduled, token_ids):
             state = self._states[event.request_id]
+            if state.matcher is not None and state.matcher.is_error():
+                logger.warning("a request's grammar failed: %s", state.matcher.get_error())
+                deltas.append(self._abort(event.request_id))
+                continue
             logprobs = None
             if state.params.logprobs is not None:
                 logprobs = state.logprobs_at(
@@ -377,15 +370,12 @@ class Engine:
         return deltas
 
     def _prompt_logprobs(
-        self,
-        scheduled: SchedulerOutput,
-        step_logprobs: StepLogprobs | None,
-        scored: TokenLogprobs | None,
+        self, in_flight: InFlight, scored: TokenLogprobs | None
     ) -> list[OutputDelta]:
         deltas = []
-        for row in scheduled.scheduled if step_logprobs and step_logprobs.prompts else ():
-            state = self._states.get(row.request_id)
-            first_index = step_logprobs.prompts.get(row.request_id)
+        asked = in_flight.logprobs.prompts if in_flight.logprobs else {}
+        for row in in_flight.scheduled.scheduled if asked else ():
+            state, first_index = self._states.get(row.request_id), asked.get(row.request_id)
             if state is not None and first_index is not None:
                 delta = state.prompt_logprobs_of(scored, row.start, first_index, row.num_tokens)
                 if delta is not None:
@@ -402,5 +392,7 @@ class Engine:
         self._states.clear()
         self._children.clear()
         self._in_flight.clear()
+        if self._grammars is not None:
+            self._grammars.close()
         self._parts.free()
         gc.unfreeze()

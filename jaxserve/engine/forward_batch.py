@@ -1,6 +1,7 @@
 """A step's input: how it is packed on the host, and what it unpacks to on the device.
 
 Everything the host decides travels as one int32 vector, so that a dispatch costs one transfer.
+Token masks alone, which are large and rare, travel apart.
 """
 
 from dataclasses import dataclass
@@ -38,12 +39,13 @@ class Column(IntEnum):
     SEED_LOW = 8
     HAS_BIAS = 9
     HAS_BAD_WORDS = 10
-    TEMPERATURE = 11
-    TOP_P = 12
-    MIN_P = 13
-    PRESENCE_PENALTY = 14
-    FREQUENCY_PENALTY = 15
-    REPETITION_PENALTY = 16
+    HAS_GRAMMAR = 11
+    TEMPERATURE = 12
+    TOP_P = 13
+    MIN_P = 14
+    PRESENCE_PENALTY = 15
+    FREQUENCY_PENALTY = 16
+    REPETITION_PENALTY = 17
 
 
 def float_bits(value: float) -> int:
@@ -172,6 +174,7 @@ class BatchLayout:
                 output_index=output_index,
                 has_bias=columns[Column.HAS_BIAS] != 0,
                 has_bad_words=columns[Column.HAS_BAD_WORDS] != 0,
+                has_grammar=samples & (columns[Column.HAS_GRAMMAR] != 0),
                 mask_stop_tokens=samples & (output_index < columns[Column.MIN_TOKENS]),
             ),
         )

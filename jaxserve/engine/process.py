@@ -179,14 +179,13 @@ class EngineProcess(asyncio.Protocol):
         self._end(EngineDeadError("the engine's process has died"))
 
     def _take(self, message: Any) -> None:
+        if not isinstance(message, Stats) or message.stats.num_steps != self._num_steps:
+            self._progress_s = time.monotonic()
         match message:
             case Deltas():
-                self._progress_s = time.monotonic()
                 self._take_deltas(message)
             case Stats():
-                if message.stats.num_steps != self._num_steps:
-                    self._num_steps = message.stats.num_steps
-                    self._progress_s = time.monotonic()
+                self._num_steps = message.stats.num_steps
                 self.stats = message
             case Queued():
                 self._streams[message.request_id].queued()

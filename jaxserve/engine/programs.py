@@ -22,7 +22,7 @@ from jaxserve.engine.forward_batch import BatchLayout
 from jaxserve.engine.logprobs import make_logprobs, tile_size
 from jaxserve.engine.step import make_step
 from jaxserve.model.definition import ModelDefinition
-from jaxserve.sampling import load_slot, new_slot_state
+from jaxserve.sampling import load_slot, new_slot_state, num_mask_words
 from sharding import KV_CACHE_SPEC, shardings
 
 COMPILE_THREADS = 16
@@ -84,7 +84,8 @@ def abstract_arguments(
     num_blocks: int,
     max_num_seqs: int,
 ):
-    """Shapes, types and shardings of a step's (params, kv_caches, slots, packed)."""
+    """Shapes, types and shardings of a step's (params, kv_caches, slots, packed,
+    token_masks)."""
 
     def struct(shape_dtype, spec):
         sharding = NamedSharding(mesh, spec)
@@ -100,7 +101,14 @@ def abstract_arguments(
     slots = jax.eval_shape(lambda: new_slot_state(max_num_seqs, definition.config.vocab_size))
     slots = jax.tree.map(lambda x: struct(x, P()), slots)
     packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32, sharding=input_sharding(mesh))
-    return params, (kv_cache,) * definition.config.num_layers, slots, packed
+    masks_shape = token_masks_shape(layout.bucket, definition.config.vocab_size)
+    token_masks = struct(jax.ShapeDtypeStruct(masks_shape, jnp.int32), P())
+    return params, (kv_cache,) * definition.config.num_layers, slots, packed, token_masks
+
+
+def token_masks_shape(bucket: Bucket, vocab_size: int) -> tuple[int, int]:
+    """[B, W] of the masks that a bucket's step takes."""
+    return bucket.num_rows, num_mask_words(vocab_size)
 
 
 def compile_programs(
@@ -163,7 +171,7 @@ def compile_programs(
             {bucket: future.result() for bucket, future in futures.items()} for futures in started
         )
 
-    *_, slots, _ = abstract_arguments(
+    _, _, slots, *_ = abstract_arguments(
         definition, mesh, next(iter(layouts.values())), num_blocks, max_num_seqs
     )
     rows = jax.tree.map(

@@ -6,6 +6,8 @@ The scheduler's Request has only what it decides on; the rest lives here.
 import time
 from dataclasses import dataclass, field
 
+from llguidance import LLMatcher
+
 from jaxserve.outputs import Logprob, OutputDelta, RequestMetrics, RequestOutput
 from jaxserve.sampling import TokenLogprobs
 from jaxserve.sampling_params import SamplingParams
@@ -32,12 +34,19 @@ class RequestState:
     tokenizer: Tokenizer | None
     detokenizer: IncrementalDetokenizer | None
     eos_token_ids: frozenset[int]
+    matcher: LLMatcher | None = None
+    """Where the output stands in its grammar, if it has one; one token behind the newest."""
     num_prompt_logprobs: int = 0
     """Prompt positions already reported; a preempted request computes them again."""
 
     @property
     def prompt_token_ids(self) -> list[int]:
         return self.request.prompt_token_ids
+
+    @property
+    def takes_single_steps(self) -> bool:
+        """Whether the host has something to do between any two of its tokens."""
+        return self.params.logprobs is not None or self.matcher is not None
 
     def advance(self, event: TokenEvent, logprobs: dict[int, Logprob] | None) -> OutputDelta:
         """Take the sampled tokens; the finish reason becomes "stop" if one ends a stop string, and

@@ -1,7 +1,7 @@
 """From a configuration to everything a running engine holds, phase by phase."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -23,6 +24,7 @@ from jaxserve.engine.programs import (
     executables_folder,
     input_sharding,
     padding_batch,
+    token_masks_shape,
     use_compilation_cache,
 )
 from jaxserve.model.definition import ModelDefinition
@@ -51,6 +53,8 @@ class EngineParts:
     programs: Programs
     steps_per_dispatch: int
     """Of decode rows, in the buckets that `programs.decode_steps` has."""
+    no_masks: dict[Bucket, jax.Array]
+    """The token masks of a step without a grammar, which are not read."""
     replicated: NamedSharding
     host_input: NamedSharding
     """Where a packed batch goes."""
@@ -73,9 +77,10 @@ class EngineParts:
 
     def free(self) -> None:
         """Delete the device arrays."""
-        for array in jax.tree.leaves((self.params, self.kv_caches, self.slots)):
+        masks = tuple(self.no_masks.values())
+        for array in jax.tree.leaves((self.params, self.kv_caches, self.slots, masks)):
             array.delete()
-        self.params, self.kv_caches, self.slots = None, (), None
+        self.params, self.kv_caches, self.slots, self.no_masks = None, (), None, {}
 
 
 class _Phases:
@@ -137,7 +142,7 @@ def start(config: EngineConfig) -> EngineParts:
 
     if impl != "reference":
         # It registers the calls that executables from disk make; only tracing would import it.
-        import pallas_kernels.triton_import  # noqa: F401
+        import pallas_kernels.paged_attention.gpu  # noqa: F401
 
     replicated = NamedSharding(mesh, P())
     cache = ExecutableCache(
@@ -191,19 +196,23 @@ def start(config: EngineConfig) -> EngineParts:
     with phase("warm_up"):
         kv_caches = definition.init_kv_caches(num_blocks, config.block_size, mesh)
         host_input = input_sharding(mesh)
+        no_masks = _make_no_masks(buckets, model_config.vocab_size, replicated)
+
+        def warm(step: Callable, bucket: Bucket) -> None:
+            nonlocal kv_caches, slots
+            packed = jax.device_put(padding_batch(layouts[bucket]), host_input)
+            kv_caches, slots, output = step(params, kv_caches, slots, packed, no_masks[bucket])
+            jax.block_until_ready(output)
+
         for steps in (programs.steps, programs.decode_steps):
             for bucket, step in steps.items():
-                packed = jax.device_put(padding_batch(layouts[bucket]), host_input)
-                kv_caches, slots, output = step(params, kv_caches, slots, packed)
-        jax.block_until_ready(output)
+                warm(step, bucket)
         if on_gpu and config.num_scheduler_steps is None:
             # Several steps at once hide the host where a step is short; where it is long, they
             # would only hold up whoever arrives.
             for bucket, step in list(programs.decode_steps.items()):
-                packed = jax.device_put(padding_batch(layouts[bucket]), host_input)
                 begin = time.perf_counter()
-                kv_caches, slots, output = step(params, kv_caches, slots, packed)
-                jax.block_until_ready(output)
+                warm(step, bucket)
                 if time.perf_counter() - begin > MAX_DISPATCH_S:
                     del programs.decode_steps[bucket]
 
@@ -224,6 +233,7 @@ def start(config: EngineConfig) -> EngineParts:
         buckets=buckets,
         programs=programs,
         steps_per_dispatch=steps_per_dispatch,
+        no_masks=no_masks,
         replicated=replicated,
         host_input=host_input,
         params=params,
@@ -244,3 +254,13 @@ def _expected_scratch_bytes(definition: ModelDefinition, largest: Bucket) -> int
     logits = 4 * largest.num_rows * config.vocab_size
     width = 4 * config.intermediate_size + 8 * config.hidden_size
     return 8 * logits + largest.num_tokens * width * definition.dtype.itemsize + (256 << 20)
+
+
+def _make_no_masks(
+    buckets: tuple[Bucket, ...], vocab_size: int, sharding: NamedSharding
+) -> dict[Bucket, jax.Array]:
+    shapes = {bucket: token_masks_shape(bucket, vocab_size) for bucket in buckets}
+    arrays = {
+        shape: jax.device_put(np.zeros(shape, np.int32), sharding) for shape in shapes.values()
+    }
+    return {bucket: arrays[shape] for bucket, shape in shapes.items()}

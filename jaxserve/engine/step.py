@@ -31,31 +31,32 @@ class StepOutput(NamedTuple):
 def make_step(
     definition: ModelDefinition, mesh: Mesh, layout: BatchLayout, num_steps: int
 ) -> Callable[..., tuple[tuple[Float[Array, "P K 2 S H"], ...], SlotState, StepOutput]]:
-    """The step for one bucket: (params, kv_caches, slots, packed) -> (kv_caches, slots, output).
+    """The step for one bucket:
+    (params, kv_caches, slots, packed, token_masks) -> (kv_caches, slots, output).
 
     With `num_steps` over 1, that many steps of rows that decode, one after another: a dispatch
     costs the host more than a small step costs the device. Runs under `shard_map` over the mesh's
     tensor axis; `kv_caches` and `slots` are donated.
     """
 
-    def step(params, kv_caches, slots: SlotState, packed: Int32[Array, "size"], index):
+    def step(params, kv_caches, slots: SlotState, packed: Int32[Array, "size"], token_masks, index):
         batch = layout.unpack(packed, index)
         model = definition.bind(params)
         from_slot = batch.token_ids == FROM_SLOT
         token_ids = jnp.where(from_slot, slots.last_token[batch.token_slots], batch.token_ids)
         hidden, kv_caches = model(token_ids, kv_caches, batch.attention)
         logits = model.logits(hidden[batch.last_tokens])
-        sampled, slots = sample(logits, batch.rows, slots)
+        sampled, slots = sample(logits, batch.rows, slots, token_masks)
         return kv_caches, slots, sampled, hidden
 
-    def one_step(params, kv_caches, slots, packed):
-        kv_caches, slots, sampled, hidden = step(params, kv_caches, slots, packed, 0)
+    def one_step(params, kv_caches, slots, *inputs):
+        kv_caches, slots, sampled, hidden = step(params, kv_caches, slots, *inputs, 0)
         return kv_caches, slots, StepOutput(sampled[None], hidden)
 
-    def several_steps(params, kv_caches, slots, packed):
+    def several_steps(params, kv_caches, slots, *inputs):
         def body(index, carry):
             kv_caches, slots, token_ids = carry
-            kv_caches, slots, sampled, _ = step(params, kv_caches, slots, packed, index)
+            kv_caches, slots, sampled, _ = step(params, kv_caches, slots, *inputs, index)
             return kv_caches, slots, token_ids.at[index].set(sampled)
 
         token_ids = jnp.zeros((num_steps, layout.bucket.num_rows), jnp.int32)
@@ -71,14 +72,15 @@ def make_step(
             KV_CACHE_SPEC,
             P(),
             P(),
+            P(),
         ),
         out_specs=(KV_CACHE_SPEC, P(), P()),
         check_vma=False,
     )
 
-    def from_host(params, kv_caches, slots, packed):
+    def from_host(params, kv_caches, slots, packed, token_masks):
         packed = jax.device_put(packed, jax.memory.Space.Device)
-        return sharded(params, kv_caches, slots, packed)
+        return sharded(params, kv_caches, slots, packed, token_masks)
 
     on_gpu = mesh.devices.flat[0].platform == "gpu"
     return jax.jit(from_host if on_gpu else sharded, donate_argnums=(1, 2))

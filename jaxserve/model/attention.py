@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.paged_attention import paged_attention
 
-AttentionImpl = Literal["reference", "triton"]
+AttentionImpl = Literal["reference", "triton", "mosaic"]
 KernelImpl = Literal["reference", "triton"]
 """Of the kernels beside attention."""
 

@@ -9,6 +9,7 @@ from jaxserve.sampling.slot_state import (
     new_slot_state,
     slot_rows,
 )
+from jaxserve.sampling.token_mask import num_mask_words
 
 __all__ = [
     "SamplingRows",
@@ -18,6 +19,7 @@ __all__ = [
     "load_slot",
     "needs_slot_state",
     "new_slot_state",
+    "num_mask_words",
     "sample",
     "slot_rows",
     "token_logprobs",

@@ -1,9 +1,9 @@
 """Logits to token ids inside the one jitted step.
 
-The order is vLLM's: min_tokens, logit_bias and allowed_token_ids, bad_words, penalties; then the
-argmax, or temperature, min_p, top_k, top_p and a draw. Each part runs only in steps in which some
-row asks for it, and changes only such rows, so a row's token does not depend on what the other
-rows ask for.
+The order is vLLM's: min_tokens, logit_bias and allowed_token_ids, bad_words, the grammar's mask,
+penalties; then the argmax, or temperature, min_p, top_k, top_p and a draw. Each part runs only in
+steps in which some row asks for it, and changes only such rows, so a row's token does not depend on
+what the other rows ask for.
 """
 
 from typing import NamedTuple
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from jaxserve.sampling.slot_state import IN_PROMPT, IS_STOP, NO_TOKEN, SlotState
+from jaxserve.sampling.token_mask import unpack_masks
 from jaxserve.sampling.truncation import keep_top_k, keep_top_p
 from jaxserve.sampling_params import MIN_TEMPERATURE
 
@@ -41,6 +42,8 @@ class SamplingRows(NamedTuple):
     """Whether the slot's logit_bias applies (logit_bias, allowed_token_ids or bad_words)."""
     has_bad_words: Bool[Array, "B"]
     """Whether the slot holds bad words of several tokens."""
+    has_grammar: Bool[Array, "B"]
+    """Whether the row's token mask applies."""
     mask_stop_tokens: Bool[Array, "B"]
     """Whether min_tokens is not reached yet."""
 
@@ -68,14 +71,18 @@ def token_logprobs(
 
 
 def sample(
-    logits: Logits, rows: SamplingRows, state: SlotState
+    logits: Logits,
+    rows: SamplingRows,
+    state: SlotState,
+    token_masks: Int32[Array, "B W"],
 ) -> tuple[Int32[Array, "B"], SlotState]:
     """One token a row, and the slots with it added in rows that sample; the tokens of other rows
     mean nothing.
 
     Temperatures under MIN_TEMPERATURE are greedy: the exact argmax, lowest id where several tie.
     Where top_k or top_p cut between equal probabilities, all of them are kept. A row whose
-    parameters ban every token gets token 0.
+    parameters ban every token gets token 0; if it has a grammar, one that the grammar allows.
+    `token_masks` are bits of what the grammars allow, read in rows that have one.
     """
     random = rows.samples & (rows.temperature >= MIN_TEMPERATURE)
     penalised = rows.samples & (
@@ -83,13 +90,15 @@ def sample(
         | (rows.frequency_penalty != 0)
         | (rows.repetition_penalty != 1)
     )
-    banned = rows.samples & (rows.has_bias | rows.has_bad_words | rows.mask_stop_tokens)
+    banned = rows.samples & (
+        rows.has_bias | rows.has_bad_words | rows.mask_stop_tokens | rows.has_grammar
+    )
 
     def plain() -> Int32[Array, "B"]:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def shaped() -> Int32[Array, "B"]:
-        allowed = _if_any(banned, _ban, logits, rows, state)
+        allowed = _if_any(banned, _ban, logits, rows, state, token_masks)
         final = _if_any(penalised, _penalise, allowed, rows, state)
         drawn = _if_any(random, _perturb, final, rows, random)
         return jnp.argmax(drawn, axis=-1).astype(jnp.int32)
@@ -102,7 +111,9 @@ def _if_any(condition: Bool[Array, "B"], change, logits: Logits, *operands) -> L
     return jax.lax.cond(jnp.any(condition), lambda: change(logits, *operands), lambda: logits)
 
 
-def _ban(logits: Logits, rows: SamplingRows, state: SlotState) -> Logits:
+def _ban(
+    raw: Logits, rows: SamplingRows, state: SlotState, token_masks: Int32[Array, "B W"]
+) -> Logits:
     def bias(logits: Logits) -> Logits:
         return jnp.where(rows.has_bias[:, None], logits + state.logit_bias[rows.slots], logits)
 
@@ -121,9 +132,18 @@ def _ban(logits: Logits, rows: SamplingRows, state: SlotState) -> Logits:
             jnp.arange(len(logits))[:, None], jnp.where(complete, last, out_of_range)
         ].set(-jnp.inf, mode="drop")
 
-    logits = _if_any(rows.has_bias, bias, logits)
+    def grammar(logits: Logits) -> Logits:
+        allowed = unpack_masks(token_masks, logits.shape[1])
+        both = jnp.where(allowed, logits, -jnp.inf)
+        # A wrong text is worse than one that breaks another parameter's rule.
+        any_left = jnp.any(both > -jnp.inf, axis=-1, keepdims=True)
+        both = jnp.where(any_left, both, jnp.where(allowed, raw, -jnp.inf))
+        return jnp.where(rows.has_grammar[:, None], both, logits)
+
+    logits = _if_any(rows.has_bias, bias, raw)
     logits = _if_any(rows.mask_stop_tokens, stop_tokens, logits)
-    return _if_any(rows.has_bad_words, bad_words, logits)
+    logits = _if_any(rows.has_bad_words, bad_words, logits)
+    return _if_any(rows.has_grammar, grammar, logits)
 
 
 def _penalise(logits: Logits, rows: SamplingRows, state: SlotState) -> Logits:

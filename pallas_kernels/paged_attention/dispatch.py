@@ -2,10 +2,11 @@
 
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.paged_attention import reference
+from pallas_kernels.paged_attention import reference, tuning
 
 
 def paged_attention(
@@ -21,7 +22,7 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
-    impl: Literal["reference", "triton"],
+    impl: Literal["reference", "triton", "mosaic"],
 ) -> tuple[Float[Array, "T N H"], Float[Array, "P K 2 S H"]]:
     """Write the new keys and values into the paged cache, then attend over the cache alone.
 
@@ -45,8 +46,9 @@ def paged_attention(
     Returns the attention output and the updated cache; when the caller donates `kv_cache` it
     is updated in place. `impl` names the implementation: "reference" is plain JAX, for every
     platform; "triton" needs an NVIDIA GPU of compute capability 8.0 or more and the
-    jax-triton package (ImportError without it). Raises ValueError for shapes or dtypes
-    outside this contract.
+    jax-triton package (ImportError without it); "mosaic" needs compute capability 9.0 and
+    serves prefill rows by Mosaic GPU in the shapes where `tuning.json` knows that to be faster,
+    the rest by Triton. Raises ValueError for shapes, dtypes or devices outside this contract.
     """
     _check(q, k, v, kv_cache, sliding_window)
     arrays = (q, k, v, kv_cache, block_tables, query_starts, context_lens, kv_slots)
@@ -54,14 +56,36 @@ def paged_attention(
         return reference.paged_attention(
             *arrays, num_decode_rows, scale=scale, sliding_window=sliding_window
         )
-    if impl == "triton":
+    if impl in ("triton", "mosaic"):
+        # Of the GPUs that this process sees; none has the attribute where Triton is interpreted.
+        compute_capability = getattr(jax.devices()[0], "compute_capability", "none")
+        if impl == "mosaic" and compute_capability != "9.0":
+            raise ValueError(
+                f"impl='mosaic' needs a GPU of compute capability 9.0, not {compute_capability}: "
+                "use impl='triton'"
+            )
         # Imported here so that machines without a GPU need no triton.
-        from pallas_kernels.paged_attention import triton_kernel
+        from pallas_kernels.paged_attention import gpu
 
-        return triton_kernel.paged_attention(
-            *arrays, num_decode_rows, scale=scale, sliding_window=sliding_window
+        num_rows, table_width = block_tables.shape
+        shape = tuning.Shape(
+            num_tokens=q.shape[0],
+            num_rows=num_rows,
+            num_heads=q.shape[1],
+            num_kv_heads=k.shape[1],
+            head_dim=q.shape[2],
+            block_size=kv_cache.shape[3],
+            table_width=table_width,
+            dtype=str(q.dtype),
         )
-    raise ValueError(f"impl={impl!r} is unknown: choose 'reference' or 'triton'")
+        return gpu.paged_attention(
+            *arrays,
+            num_decode_rows,
+            scale=scale,
+            sliding_window=sliding_window,
+            choice=tuning.choose(impl, compute_capability, shape),
+        )
+    raise ValueError(f"impl={impl!r} is unknown: choose 'reference', 'triton' or 'mosaic'")
 
 
 def _check(q, k, v, kv_cache, sliding_window) -> None:

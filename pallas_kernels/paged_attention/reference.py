@@ -43,7 +43,7 @@ def paged_attention(
     num_rows = block_tables.shape[0]
     num_kv_heads = kv_cache.shape[1]
     group = num_heads // num_kv_heads
-    kv_cache = _write_kv(k, v, kv_cache, kv_slots)
+    kv_cache = write_kv(k, v, kv_cache, kv_slots)
 
     def attend(queries, positions, tables):
         """queries [R, tile_q, N, H] of R rows, positions [R, tile_q], tables [R, M]."""
@@ -107,7 +107,12 @@ def paged_attention(
     return out[:num_tokens], kv_cache
 
 
-def _write_kv(k, v, kv_cache, kv_slots):
+def write_kv(
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+    kv_cache: Float[Array, "P K 2 S H"],
+    kv_slots: Int32[Array, "T"],
+) -> Float[Array, "P K 2 S H"]:
     block_size = kv_cache.shape[3]
     block, offset = lax.div(kv_slots, block_size), lax.rem(kv_slots, block_size)
     written = kv_cache.at[block, :, :, offset].set(jnp.stack([k, v], axis=2))

@@ -27,6 +27,8 @@ RUN = (sys.executable, "-m", "jaxserve")
         ((*GENERATE, "--prompt", "a", "--max-tok", "5"), "unrecognized arguments: --max-tok"),
         ((*GENERATE, "--prompt", "a", "--dtype", "int4"), "invalid choice: 'int4'"),
         ((*GENERATE, "--prompt", "a", "--logit-bias", "5"), "not a JSON object of token ids"),
+        ((*GENERATE, "--prompt", "a", "--structured-outputs", "{"), "--structured-outputs: {: "),
+        ((*GENERATE, "--prompt", "a", "--structured-outputs", '{"regex": 5}'), "regex must be"),
         ((*GENERATE, "--prompt", "a", "--max-tokens", "0"), "max_tokens must be None or an"),
         ((*GENERATE, "--prompt", "a", "--block-size", "9"), "block_size must be 8, 16"),
         (("chat", "--model", "m", "--temperature", "-1"), "temperature must be"),

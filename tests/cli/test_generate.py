@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxserve import SamplingParams
+from jaxserve import SamplingParams, StructuredOutputsParams
 
 MODEL = ("generate", "--model", "m")
 
@@ -33,7 +33,7 @@ def test_flags_become_fields(cli, engines):
         "--frequency-penalty", 1, "--repetition-penalty", 1.2, "--logprobs", 3,
         "--prompt-logprobs", 0, "--logit-bias", '{"5": -1.5}', "--allowed-token-ids", 5, 6,
         "--bad-words", "no", "--no-skip-special-tokens", "--include-stop-str-in-output",
-        "--no-spaces-between-special-tokens",
+        "--no-spaces-between-special-tokens", "--structured-outputs", '{"choice": ["a", "b"]}',
     )  # fmt: skip
     assert engines[0].model == "m"
     assert engines[0].fields == {
@@ -48,6 +48,7 @@ def test_flags_become_fields(cli, engines):
             prompt_logprobs=0, logit_bias={5: -1.5}, allowed_token_ids=[5, 6], bad_words=["no"],
             skip_special_tokens=False, include_stop_str_in_output=True,
             spaces_between_special_tokens=False,
+            structured_outputs=StructuredOutputsParams(choice=["a", "b"]),
         )
     ]  # fmt: skip
 
@@ -73,7 +74,15 @@ LINES = (
     {"messages": [{"role": "user", "content": "two"}]},
     "",
     {"prompt_token_ids": [65, 66]},
-    {"prompt": "é😀", "sampling_params": {"n": 2, "logit_bias": {"3": 1}, "max_tokens": 3}},
+    {
+        "prompt": "é😀",
+        "sampling_params": {
+            "n": 2,
+            "logit_bias": {"3": 1},
+            "max_tokens": 3,
+            "structured_outputs": {"json": {}},
+        },
+    },
 )
 
 
@@ -87,7 +96,13 @@ def test_prompts_file_as_text(cli, engines, prompts_file):
         SamplingParams(temperature=0),
         SamplingParams(temperature=0, max_tokens=None),
         SamplingParams(temperature=0),
-        SamplingParams(temperature=0, n=2, logit_bias={3: 1}, max_tokens=3),
+        SamplingParams(
+            temperature=0,
+            n=2,
+            logit_bias={3: 1},
+            max_tokens=3,
+            structured_outputs=StructuredOutputsParams(json={}),
+        ),
     ]
 
 
@@ -141,6 +156,9 @@ BAD_LINES = [
     ({"prompt": "a", "sampling_params": {"top_p": 2}}, "top_p must be"),
     ({"prompt": "a", "sampling_params": {"stop": 5}}, "stop must be"),
     ({"prompt": "a", "sampling_params": {"logit_bias": {"x": 1}}}, "logit_bias must have token"),
+    ({"prompt": "a", "sampling_params": {"structured_outputs": 5}}, "structured_outputs must be"),
+    ({"prompt": "a", "sampling_params": {"structured_outputs": {"re": 1}}}, "an object with json"),
+    ({"prompt": "a", "sampling_params": {"structured_outputs": {}}}, "must have exactly one"),
     ({"prompt": "bad"}, "the prompt is bad"),
 ]
 

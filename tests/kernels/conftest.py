@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention.tiles import aligned_query_tiles
+from pallas_kernels.paged_attention.tuning import MosaicTiling
 
 HAS_GPU = jax.default_backend() == "gpu"
 CAN_INTERPRET = not HAS_GPU and all(
@@ -42,11 +44,99 @@ def pytest_collection_modifyitems(items):
 def attention(request, monkeypatch):
     """paged_attention(*arrays, scale=, sliding_window=) by one implementation."""
     if request.param == "triton-interpreted":
-        from pallas_kernels.paged_attention import triton_kernel
-
-        monkeypatch.setattr(triton_kernel.jax_triton, "triton_call", _interpret)
+        _interpret_triton(monkeypatch)
         return functools.partial(paged_attention, impl="triton")
     return _jitted(request.param)
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("gpu", marks=pytest.mark.gpu),
+        pytest.param(
+            "triton-interpreted",
+            marks=pytest.mark.skipif(not CAN_INTERPRET, reason="needs triton and no GPU"),
+        ),
+    ]
+)
+def attention_by_choice(request, monkeypatch):
+    """Gives the GPU kernels' paged_attention for a Choice."""
+    if request.param == "triton-interpreted":
+        _interpret_triton(monkeypatch)
+    from pallas_kernels.paged_attention import gpu
+
+    def by_choice(choice):
+        call = functools.partial(gpu.paged_attention, choice=choice)
+        if request.param == "triton-interpreted":
+            return call
+        return jax.jit(
+            call, static_argnames=("scale", "sliding_window"), donate_argnames="kv_cache"
+        )
+
+    return by_choice
+
+
+@pytest.fixture
+def mosaic_interpreted(monkeypatch):
+    """Paged attention whose rows all go to `mosaic_prefill`, in Pallas' GPU interpreter.
+
+    The interpreter, of jax 0.11, knows neither stores to an accumulator nor products whose left
+    side is in registers: both are put in terms of what it knows.
+    """
+    from jax._src.pallas.mosaic_gpu import primitives
+    from jax._src.state import primitives as state
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from pallas_kernels.paged_attention import mosaic_prefill, reference
+
+    wgmma = plgpu.wgmma
+
+    def store(accumulator, value):
+        state.ref_swap(accumulator, None, value)
+
+    def multiply(accumulator, left, right):
+        if isinstance(left, jax.Array):
+            product = left.astype(jnp.float32) @ right[...].astype(jnp.float32)
+            store(accumulator, accumulator[...] + product)
+        else:
+            wgmma(accumulator, left, right)
+
+    monkeypatch.setattr(primitives, "wgmma_accumulator_store", store)
+    monkeypatch.setattr(plgpu, "wgmma", multiply)
+    monkeypatch.setattr(mosaic_prefill, "_NUM_BLOCKS", 3)
+
+    def attention(
+        q,
+        k,
+        v,
+        kv_cache,
+        block_tables,
+        query_starts,
+        context_lens,
+        kv_slots,
+        num_decode_rows,
+        **options,
+    ):
+        num_tokens = len(q)
+        kv_cache = reference.write_kv(k, v, kv_cache, kv_slots)
+        tiles, num_tiles = aligned_query_tiles(
+            query_starts, context_lens, 0, num_tokens=num_tokens, tile_q=mosaic_prefill.TILE_Q
+        )
+        q = jnp.pad(q, ((0, -num_tokens % 8), (0, 0), (0, 0)))
+        out = jax.new_ref(jnp.full(q.shape, jnp.nan, q.dtype))
+        with plgpu.force_gpu_interpret_mode():
+            mosaic_prefill.attend(
+                q,
+                kv_cache,
+                block_tables,
+                tiles,
+                num_tiles,
+                out,
+                tiling=MosaicTiling(128, 2),
+                **options,
+            )
+        return jax.freeze(out)[:num_tokens], kv_cache
+
+    return attention
 
 
 @pytest.fixture(
@@ -61,9 +151,7 @@ def attention(request, monkeypatch):
 def by_triton(request, monkeypatch):
     """Makes of a kernel's entry point one that runs it by Triton."""
     if request.param == "triton-interpreted":
-        from pallas_kernels.triton_import import jax_triton
-
-        monkeypatch.setattr(jax_triton, "triton_call", _interpret)
+        _interpret_triton(monkeypatch)
         return lambda function, **options: functools.partial(function, impl="triton", **options)
     return lambda function, **options: jax.jit(
         functools.partial(function, impl="triton", **options)
@@ -77,6 +165,14 @@ def _jitted(impl):
         static_argnames=("scale", "sliding_window"),
         donate_argnames="kv_cache",
     )
+
+
+def _interpret_triton(monkeypatch):
+    from pallas_kernels.paged_attention import gpu, triton_kernel
+
+    # The interpreter needs concrete arrays: no jit.
+    monkeypatch.setattr(gpu, "paged_attention", gpu.paged_attention.__wrapped__)
+    monkeypatch.setattr(triton_kernel.jax_triton, "triton_call", _interpret)
 
 
 class _HostTensor:
@@ -114,8 +210,12 @@ class _HostTensor:
         assert other.array is self.array
 
 
+def _poison(out):
+    return np.full(out.shape, np.nan if jnp.issubdtype(out.dtype, jnp.floating) else 77, out.dtype)
+
+
 def _interpret(*args, kernel, out_type, grid, num_warps=4, num_stages=3, **constants):
-    """jax_triton.triton_call on concrete arrays; outputs start as NaN."""
+    """jax_triton.triton_call on concrete arrays; outputs start as garbage."""
     if any(getattr(arg, "dtype", None) == jnp.bfloat16 for arg in args):
         pytest.skip("Triton's interpreter multiplies the bits of bfloat16 matrices")
     refs = [arg for arg in args if isinstance(arg, jax.Ref)]
@@ -126,7 +226,7 @@ def _interpret(*args, kernel, out_type, grid, num_warps=4, num_stages=3, **const
             operands.append(_HostTensor(hosts[id(arg)]))
         else:
             operands.append(_HostTensor(np.array(arg)) if isinstance(arg, jax.Array) else arg)
-    outs = jax.tree.map(lambda out: np.full(out.shape, np.nan, out.dtype), out_type)
+    outs = jax.tree.map(_poison, out_type)
     operands += [_HostTensor(out) for out in jax.tree.leaves(outs)]
     kernel[grid](*operands, **constants)
     for ref in refs:

@@ -5,9 +5,10 @@ import random
 from pathlib import Path
 
 import jax
+import jsonschema
 import pytest
 
-from jaxserve import LLM, SamplingParams
+from jaxserve import LLM, SamplingParams, StructuredOutputsParams
 
 GOLDENS = json.loads(
     (Path(__file__).parent.parent / "model" / "goldens_smollm2" / "greedy.json").read_text()
@@ -138,6 +139,44 @@ def test_a_chat_about_france(llm):
     )
     assert "Paris" in output.outputs[0].text
     assert output.outputs[0].finish_reason == "stop"
+
+
+SCHEMAS = [
+    {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "maxLength": 30},
+            "population": {"type": "integer", "minimum": 1, "maximum": 99999999},
+        },
+        "required": ["city", "population"],
+        "additionalProperties": False,
+    },
+    {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 2, "maxItems": 4},
+    {"anyOf": [{"type": "integer", "maximum": 999, "minimum": 0}, {"type": "null"}]},
+    {
+        "type": "object",
+        "properties": {"day": {"type": "string", "format": "date"}, "next": {"$ref": "#/$defs/n"}},
+        "required": ["day", "next"],
+        "additionalProperties": False,
+        "$defs": {"n": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3}},
+    },
+]
+
+
+def test_answers_that_schemas_validate(llm):
+    params = [
+        SamplingParams(
+            temperature=0.8,
+            seed=seed,
+            max_tokens=100,
+            structured_outputs=StructuredOutputsParams(json=schema, whitespace_pattern=" ?"),
+        )
+        for seed, schema in enumerate(SCHEMAS * 2)
+    ]
+    outputs = llm.generate(["Some data as JSON: "] * len(params), params, use_tqdm=False)
+    for output, schema in zip(outputs, SCHEMAS * 2, strict=True):
+        assert output.outputs[0].finish_reason == "stop", output.outputs[0].text
+        jsonschema.validate(json.loads(output.outputs[0].text), schema)
 
 
 def test_a_text_stops_before_its_stop_string(llm):

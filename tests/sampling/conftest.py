@@ -29,6 +29,8 @@ class Request:
     stop_token_ids: list[int] = field(default_factory=list)
     bad_words: list[list[int]] = field(default_factory=list)
     key: tuple[int, int] = (0, 0)
+    grammar: set[int] | None = None
+    """The tokens that it allows here."""
 
 
 def expected_logits(request: Request, logits: np.ndarray) -> np.ndarray:
@@ -45,6 +47,12 @@ def expected_logits(request: Request, logits: np.ndarray) -> np.ndarray:
             prefix = word[:-1]
             if token == word[-1] and history[len(history) - len(prefix) :] == prefix:
                 out[token] = -np.inf
+    if request.grammar is not None:
+        denied = [token for token in range(len(out)) if token not in request.grammar]
+        if np.isneginf(np.delete(out, denied)).all():
+            out = logits.astype(np.float64)
+        out[denied] = -np.inf
+    for token in range(len(out)):
         if token in history:
             factor = np.float64(np.float32(params.repetition_penalty))
             out[token] = out[token] / factor if out[token] > 0 else out[token] * factor
@@ -96,7 +104,7 @@ class Harness:
     expected_token = staticmethod(expected_token)
 
     def __init__(self):
-        self.step = jax.jit(lambda logits, rows, state: sample(logits, rows, state))
+        self.step = jax.jit(sample)
 
     def state(self, requests, slots, num_slots=NUM_ROWS + 3, vocab_size=VOCAB_SIZE):
         state = new_slot_state(num_slots, vocab_size)
@@ -151,10 +159,23 @@ class Harness:
             has_bad_words=column(
                 [any(len(w) > 1 for w in r.bad_words) for r in requests], False, bool
             ),
+            has_grammar=column([r.grammar is not None for r in requests], False, bool),
             mask_stop_tokens=column(
                 [len(r.output) < r.params.min_tokens for r in requests], False, bool
             ),
         )
+
+    def masks(self, requests, num_rows=NUM_ROWS, places=None, vocab_size=VOCAB_SIZE):
+        """Token t is bit t % 32 of word t // 32; rows without a grammar hold anything."""
+        words = -(-vocab_size // 32)
+        masks = np.full((num_rows, words), 0x5A5A5A5A, np.uint32)
+        places = np.arange(len(requests)) if places is None else places
+        for request, place in zip(requests, places, strict=True):
+            if request.grammar is not None:
+                masks[place] = 0
+                for token in request.grammar:
+                    masks[place, token // 32] |= np.uint32(1 << token % 32)
+        return masks.view(np.int32)
 
     def run(self, requests, logits, slots=None, places=None):
         """Token ids and state; row i of `logits` is request i's."""
@@ -164,7 +185,8 @@ class Harness:
         padded[places] = logits
         state = self.state(requests, slots, vocab_size=logits.shape[1])
         rows = self.rows(requests, slots, places=places)
-        token_ids, new_state = jax.device_get(self.step(padded, rows, state))
+        masks = self.masks(requests, places=places, vocab_size=logits.shape[1])
+        token_ids, new_state = jax.device_get(self.step(padded, rows, state, masks))
         return token_ids[places], new_state, state
 
     def check_tokens(self, requests, logits) -> None:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jaxserve.sampling import SamplingRows, new_slot_state, sample
+from jaxserve.sampling import SamplingRows, new_slot_state, num_mask_words, sample
 from jaxserve.sampling_params import SamplingParams
 
 V = 61
@@ -54,14 +54,15 @@ def test_alone_together_and_shuffled(harness):
 def test_other_batch_sizes(harness, num_rows):
     requests, logits = requests_and_logits(harness)
     together = harness.run(requests, logits)[0].tolist()
-    step = jax.jit(lambda logits, rows, state: sample(logits, rows, state))
+    step = jax.jit(sample)
     for start in range(0, len(requests), num_rows):
         part = requests[start : start + num_rows]
         slots = list(range(len(part)))
         padded = np.zeros((num_rows, V), np.float32)
         padded[: len(part)] = logits[start : start + num_rows]
         rows = harness.rows(part, slots, num_rows)
-        out, _ = step(padded, rows, harness.state(part, slots))
+        masks = harness.masks(part, num_rows)
+        out, _ = step(padded, rows, harness.state(part, slots), masks)
         assert out[: len(part)].tolist() == together[start : start + num_rows]
 
 
@@ -88,7 +89,7 @@ def test_rows_that_do_not_sample_leave_no_trace(harness):
     state = harness.state(requests, list(range(8)))
     rows = harness.rows(requests, list(range(8)))
     rows = rows._replace(samples=np.arange(8) == 5)
-    out, after = harness.step(logits, rows, state)
+    out, after = harness.step(logits, rows, state, harness.masks(requests))
     assert out[5] == harness.expected_token(requests[5], logits[5])
     for new, old in zip(after, state, strict=True):
         others = np.arange(len(old)) != 5
@@ -112,7 +113,8 @@ def test_a_sequence_equals_its_recomputation(harness):
         logits[0] = 2 * rng.normal(size=V)
         token = harness.run([request], logits[:1])[0][0]
         assert token == harness.expected_token(request, logits[0])
-        out, state = harness.step(logits, harness.rows([request], [0]), state)
+        rows, masks = harness.rows([request], [0]), harness.masks([request])
+        out, state = harness.step(logits, rows, state, masks)
         assert out[0] == token
         request.output.append(int(token))
 
@@ -128,7 +130,7 @@ def draws(params: dict[str, float], logits: np.ndarray, num: int, same_key: bool
         "output_index": np.arange(num, dtype=np.int32) * same_key,
         "top_k": np.full(num, params.get("top_k", 0), np.int32),
     }
-    for name in ("has_bias", "has_bad_words", "mask_stop_tokens"):
+    for name in ("has_bias", "has_bad_words", "has_grammar", "mask_stop_tokens"):
         rows[name] = np.zeros(num, bool)
     neutral = {"temperature": 1, "top_p": 1, "min_p": 0, "presence_penalty": 0}
     neutral |= {"frequency_penalty": 0, "repetition_penalty": 1}
@@ -138,6 +140,7 @@ def draws(params: dict[str, float], logits: np.ndarray, num: int, same_key: bool
         np.broadcast_to(logits, (num, len(logits))),
         SamplingRows(**rows),
         new_slot_state(1, len(logits)),
+        np.zeros((num, num_mask_words(len(logits))), np.int32),
     )
     return np.asarray(out)
 
@@ -177,5 +180,6 @@ def test_sampling_inside_shard_map(harness):
         )
     )
     slots = list(range(8))
-    out, _ = step(logits, harness.rows(requests, slots), harness.state(requests, slots))
+    rows, state = harness.rows(requests, slots), harness.state(requests, slots)
+    out, _ = step(logits, rows, state, harness.masks(requests))
     assert out.tolist() == harness.run(requests, logits)[0].tolist()

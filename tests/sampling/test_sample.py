@@ -123,6 +123,7 @@ def test_random_mixtures(harness, data):
             output=data.draw(TOKENS),
             stop_token_ids=data.draw(TOKENS),
             key=(data.draw(st.integers(0, 2**32 - 1)), i),
+            grammar=data.draw(st.none() | st.sets(st.integers(0, V - 1), min_size=1)),
         )
         for i in range(data.draw(st.integers(1, harness.num_rows)))
     ]
@@ -154,6 +155,9 @@ def check_batch_for_faults(harness, seed: int) -> None:
         harness.Request(SamplingParams(temperature=2, min_p=0.3), output=[2], key=(6, seed)),
     ]
     harness.check_tokens(requests, logits)
+    for request, row in zip(requests[:4], best, strict=False):
+        request.grammar = {int(token) for token in row[3:9]}
+    harness.check_tokens(requests, logits)
 
 
 def one_more(keep):
@@ -173,7 +177,19 @@ def count_prompts(penalise):
     return faulty
 
 
+def change_masks(change):
+    return lambda ban: lambda raw, rows, state, masks: ban(raw, rows, state, change(masks))
+
+
+def shift_one_token(masks):
+    carried = jnp.roll(masks, 1, axis=1).view(jnp.uint32) >> 31
+    return (masks << 1) | carried.view(jnp.int32)
+
+
 FAULTS = {
+    "mask shifted by one token": ("_ban", change_masks(shift_one_token)),
+    "mask of the second row not applied": ("_ban", change_masks(lambda m: m.at[1].set(-1))),
+    "masks of other rows": ("_ban", change_masks(lambda m: jnp.roll(m, 1, axis=0))),
     "top_p one token too many": ("keep_top_p", lambda _: one_more(truncation.keep_top_p)),
     "top_k for top_p": ("keep_top_p", lambda _: lambda s, p: truncation.keep_top_k(s, p * 0 + 9)),
     "penalties count the prompt": ("_penalise", count_prompts),
@@ -229,6 +245,24 @@ def test_nothing_left_and_extreme_logits(harness):
     assert got[1] == 17
     assert logits[2, got[2]] > 0
     assert ((got >= 0) & (got < V)).all()
+
+
+def test_a_grammar_comes_before_what_leaves_it_no_token(harness):
+    logits = logits_of(7, 4)
+    grammar = {3, 32, 60}
+    best = max(grammar, key=lambda token: logits[0, token])
+    logits[:] = logits[0]
+    requests = [
+        harness.Request(SamplingParams(temperature=0, **fields), grammar=grammar, **others)
+        for fields, others in (
+            ({"allowed_token_ids": [5, 6]}, {}),
+            ({"min_tokens": 2}, {"stop_token_ids": [3, 32, 60]}),
+            ({"bad_words": ["x"]}, {"bad_words": [[3], [32], [60]]}),
+            ({"allowed_token_ids": [5, best]}, {}),
+        )
+    ]
+    assert harness.run(requests, logits)[0].tolist() == [best] * 4
+    harness.check_tokens(requests, logits)
 
 
 def test_greedy_takes_the_lowest_id_of_a_tie(harness):

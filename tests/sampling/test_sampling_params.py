@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.sampling_params import MAX_GRAMMAR_BYTES, SamplingParams, StructuredOutputsParams
 
 REFUSED = {
     "n": (0, 129, 1.0, True, "2"),
@@ -26,7 +26,29 @@ REFUSED = {
     "logit_bias": ({-1: 1.0}, {"a": 1.0}, {1: 101}, {1: math.nan}, [1]),
     "allowed_token_ids": ([], [-1]),
     "bad_words": ("word", [""], [1], 5),
+    "structured_outputs": ("json", {"regex": "a"}),
 }
+
+
+def nested(depth):
+    return {"items": nested(depth - 1)} if depth else {}
+
+
+REFUSED_STRUCTURES = {
+    "structured_outputs": ({}, {"regex": "a", "choice": ["b"]}, {"json_object": False}),
+    "json": ({"json": "{"}, {"json": "[]"}, {"json": True}, {"json": {"const": math.nan}},
+             {"json": {"const": {1}}}, {"json": nested(64)}, {"json": "[" * 10**5},
+             {"json": '{"const": "\\ud800"}'}),
+    "regex": ({"regex": ""}, {"regex": 5}, {"regex": "a" * (MAX_GRAMMAR_BYTES + 1)},
+              {"regex": "\ud800"}),
+    "choice": ({"choice": "yes"}, {"choice": []}, {"choice": [""]}, {"choice": [1]},
+               {"choice": ["é" * 2**10] * 65}),
+    "grammar": ({"grammar": ""}, {"grammar": ["start: A"]}),
+    "json_object": ({"json_object": 1},),
+    "disable_any_whitespace": ({"json": {}, "disable_any_whitespace": "yes"},),
+    "whitespace_pattern": ({"json": {}, "whitespace_pattern": ""},
+                           {"json": {}, "whitespace_pattern": " ", "disable_any_whitespace": True}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "value"), [(n, v) for n, vs in REFUSED.items() for v in vs])
@@ -54,3 +76,20 @@ def test_one_stop_string_is_a_list_of_one():
 @pytest.mark.parametrize(("temperature", "greedy"), [(0, True), (9e-6, True), (1e-5, False)])
 def test_greedy(temperature, greedy):
     assert SamplingParams(temperature=temperature).greedy == greedy
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"), [(n, f) for n, many in REFUSED_STRUCTURES.items() for f in many]
+)
+def test_refused_structures(name, fields):
+    with pytest.raises(ValueError, match=rf"^{name} (must|and)"):
+        StructuredOutputsParams(**fields)
+
+
+def test_a_schema_is_kept_as_text_in_its_own_order():
+    schema = {"properties": {"b": {}, "ä": {"enum": ["x y", 1]}}}
+    params = StructuredOutputsParams(json=schema)
+    assert params.json == '{"properties":{"b":{},"ä":{"enum":["x y",1]}}}'
+    assert StructuredOutputsParams(json=params.json) == params
+    assert StructuredOutputsParams(json=nested(63)).json is not None
+    assert hash(StructuredOutputsParams(choice=["a", "b"])) != hash(params)

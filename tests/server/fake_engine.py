@@ -1,8 +1,9 @@
 """An engine without a model: the real scheduler, request states and text, and a step that makes
-token i of every output the prompt's token i, over and over.
+token i of every output the prompt's token i, over and over, where its grammar allows that.
 
 So the next token is a function of the prefix, and a wrong one is visible at once. A prompt that
-holds FAIL_TOKEN makes the step raise.
+holds FAIL_TOKEN makes the step raise. Where the grammar forbids the prompt's token, it ends what it
+can, and goes on at random where it cannot.
 """
 
 import itertools
@@ -14,11 +15,14 @@ from types import SimpleNamespace
 import numpy as np
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.engine import Engine, _InFlight
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.grammar_masks import GrammarMasks
+from jaxserve.engine.in_flight import InFlight
 from jaxserve.engine.logprobs import launch_logprobs
 from jaxserve.engine.stats import StepStats
 from jaxserve.engine.step import StepOutput
 from jaxserve.sampling import TokenLogprobs
+from jaxserve.text.grammar import GrammarCompiler
 from jaxserve.text.tokenizer import Tokenizer
 from scheduler import Scheduler, SchedulerConfig
 
@@ -48,7 +52,13 @@ class FakeEngine(Engine):
             policy=config.scheduling_policy,
         )
         self._parts = SimpleNamespace(eos_token_ids=self.tokenizer.eos_token_ids, free=lambda: None)
-        self._num_with_logprobs = 0
+        self._num_single_step = 0
+        vocab_size = self.tokenizer.vocab_size
+        self._grammars = GrammarCompiler(self.tokenizer, vocab_size, compile_cpu_s=0.5)
+        self._masks = GrammarMasks(vocab_size, self.tokenizer.eos_token_ids)
+        ends = [id_ for text in ('"', "}", "]") for id_ in self.tokenizer.encode(text, False)]
+        self._ends = [*self.tokenizer.eos_token_ids, *ends]
+        self._rng = random.Random(0)
         self._scheduler = Scheduler(self.scheduler_config)
         self._states = {}
         self._children = {}
@@ -69,17 +79,28 @@ class FakeEngine(Engine):
         launched = time.monotonic()
         self._num_steps += 1
         sampled = []
-        for row in scheduled.scheduled:
+        masks = self._masks.fill(scheduled, self._states, None, len(scheduled.scheduled))
+        for index, row in enumerate(scheduled.scheduled):
             state = self._states[row.request_id]
             prompt = state.prompt_token_ids
             if FAIL_TOKEN in prompt:
                 raise RuntimeError("the device is lost")
             if row.admitted and state.metrics.first_scheduled_s is None:
                 state.metrics.first_scheduled_s = launched
-            sampled.append(prompt[row.output_index % len(prompt)])
+            token = prompt[row.output_index % len(prompt)]
+            if row.samples and state.matcher is not None:
+                token = self._allowed(masks[index], token)
+            sampled.append(token)
         output = StepOutput(np.array([sampled], np.int32), None)
         logprobs = launch_logprobs(self._score, 64, None, output, scheduled, self._states, None)
-        return self._resolve(_InFlight(scheduled, output, logprobs, launched))
+        return self._resolve(InFlight(scheduled, output, logprobs, launched))
+
+    def _allowed(self, mask: np.ndarray, wanted: int) -> int:
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+        for token in (wanted, *self._ends):
+            if token in allowed:
+                return token
+        return self._rng.choice(allowed)
 
     def _score(self, params, hidden, sampled, queries) -> TokenLogprobs:
         tokens = np.asarray(queries)[:, 1]

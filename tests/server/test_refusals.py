@@ -103,7 +103,7 @@ def test_impossible_completions(fake, changes, param):
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"continue_final_message": True}, None),
         ({"tools": [{"type": "function"}]}, None),
-        ({"response_format": {"type": "json_object"}}, None),
+        ({"response_format": {"type": "xml"}}, "response_format"),
     ],
     ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else "",
 )

@@ -7,6 +7,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.server.protocol.structured import (
+    ResponseFormat,
+    StructuredOutputs,
+    structured_outputs,
+)
 
 MAX_TOKEN_ID = 2**31 - 1
 MAX_PROMPTS = 1024
@@ -80,6 +85,7 @@ class _SamplingBody(_Body):
     ) = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
     # vLLM's.
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -97,6 +103,7 @@ class _SamplingBody(_Body):
         Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=64)]
         | None
     ) = None
+    structured_outputs: StructuredOutputs | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=1024)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
 
@@ -122,6 +129,9 @@ class _SamplingBody(_Body):
         }
         if self.logit_bias is not None:
             fields["logit_bias"] = _token_biases(self.logit_bias)
+        fields["structured_outputs"] = structured_outputs(
+            self.response_format, self.structured_outputs
+        )
         return SamplingParams(**fields | chosen)
 
 
@@ -143,7 +153,7 @@ def _token_biases(value: Mapping[str, float]) -> dict[int, float]:
 
 
 class CompletionRequest(_SamplingBody):
-    unsupported = {"suffix": "", "best_of": 1, "structured_outputs": {}}
+    unsupported = {"suffix": "", "best_of": 1}
 
     prompt: Prompt
     max_tokens: Count | None = None
@@ -221,12 +231,7 @@ class _ChatBody(_Body):
 
 
 class ChatCompletionRequest(_ChatBody, _SamplingBody):
-    unsupported = {
-        "tools": [],
-        "functions": [],
-        "response_format": {"type": "text"},
-        "structured_outputs": {},
-    }
+    unsupported = {"tools": [], "functions": []}
 
     max_tokens: Annotated[Count, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[Count, Field(ge=1)] | None = None

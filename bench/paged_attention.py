@@ -1,0 +1,308 @@
+"""Device time of paged attention on one GPU, against its copy bandwidth and GEMM rate.
+
+    python bench/paged_attention.py --output bench/results/paged_attention_h200.json
+    python bench/paged_attention.py --tune
+
+Each row is checked against plain JAX, warmed up, and timed in two passes over caches that
+together exceed the L2 cache. Times are the profiler's, of the attention kernels alone, and of the
+faster pass; `spread` says how much slower the other was. Decode is held against bytes of context
+read, prefill against the operations of causal attention.
+
+`--tune` times candidates and writes the fastest to `pallas_kernels/paged_attention/tuning.json`,
+which the kernels read; it keeps what other GPUs measured there.
+"""
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import json
+import statistics
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from kernel_time import copy_bandwidth, kernel_times, matmul_rate
+
+from jaxserve.bench.environment import describe
+from pallas_kernels.paged_attention import gpu, paged_attention, tuning
+
+KERNELS = ("_attend", "paged_prefill")
+WARM_UP_S = 0.3
+ROTATED_BYTES = 400e6
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """One batch: rows of (queries, context), decode rows first."""
+
+    name: str
+    rows: tuple[tuple[int, int], ...]
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+
+    @property
+    def num_decode(self) -> int:
+        return sum(count == 1 for count, _ in self.rows)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(count for count, _ in self.rows)
+
+    @property
+    def context_bytes(self) -> int:
+        contexts = sum(context for _, context in self.rows)
+        return contexts * self.num_kv_heads * self.head_dim * 2 * 2
+
+    @property
+    def operations(self) -> int:
+        """Of both matrix products, for the query and key pairs that causal attention keeps."""
+        pairs = sum(count * (context - (count - 1) / 2) for count, context in self.rows)
+        return round(4 * pairs * self.num_heads * self.head_dim)
+
+
+LLAMA_8B, QWEN_05B = (32, 8, 128), (14, 2, 64)
+
+
+def decode(batch: int, context: int, heads: tuple[int, int, int], block_size: int) -> Work:
+    return Work(f"decode-{batch}x{context}", ((1, context),) * batch, *heads, block_size)
+
+
+def prefill(length: int, heads: tuple[int, int, int], block_size: int) -> Work:
+    return Work(f"prefill-{length}", ((length, length),), *heads, block_size)
+
+
+def mixed(heads: tuple[int, int, int], block_size: int) -> Work:
+    rows = ((1, 1024),) * 128 + ((1920, 3968),)
+    return Work("128 decode rows, chunk of 1920", rows, *heads, block_size)
+
+
+def make_inputs(work: Work) -> tuple[dict[str, jax.Array], list[jax.Array]]:
+    """Arguments of one call, and several caches of N(0, 1) to call it with in turn."""
+    rng = np.random.default_rng(0)
+    size = work.block_size
+    owned = [-(-context // size) for _, context in work.rows]
+    num_blocks = sum(owned) + 1
+    free = iter(rng.permutation(np.arange(1, num_blocks)))
+    tables = np.zeros((len(work.rows), max(owned)), np.int32)
+    slots = []
+    for table, blocks, (count, context) in zip(tables, owned, work.rows, strict=True):
+        table[:blocks] = list(itertools.islice(free, blocks))
+        positions = np.arange(context - count, context)
+        slots.append(table[positions // size] * size + positions % size)
+    q_key, k_key, v_key, cache_key = jax.random.split(jax.random.key(0), 4)
+    normal = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
+    kv_shape = (work.num_tokens, work.num_kv_heads, work.head_dim)
+    starts = np.cumsum([0] + [count for count, _ in work.rows])
+    arguments = {
+        "q": normal(q_key, (work.num_tokens, work.num_heads, work.head_dim)),
+        "k": normal(k_key, kv_shape),
+        "v": normal(v_key, kv_shape),
+        "block_tables": jnp.asarray(tables),
+        "query_starts": jnp.asarray(starts, jnp.int32),
+        "context_lens": jnp.asarray([context for _, context in work.rows], jnp.int32),
+        "kv_slots": jnp.asarray(np.concatenate(slots), jnp.int32),
+        "num_decode_rows": jnp.int32(work.num_decode),
+    }
+    shape = (num_blocks, work.num_kv_heads, 2, size, work.head_dim)
+    num_caches = max(2, round(ROTATED_BYTES / work.context_bytes))
+    keys = jax.random.split(cache_key, min(num_caches, 100))
+    return arguments, [normal(key, shape) for key in keys]
+
+
+def shape_of(work: Work) -> tuning.Shape:
+    return tuning.Shape(
+        work.num_tokens,
+        len(work.rows),
+        work.num_heads,
+        work.num_kv_heads,
+        work.head_dim,
+        work.block_size,
+        max(-(-context // work.block_size) for _, context in work.rows),
+        "bfloat16",
+    )
+
+
+class Timer:
+    """The inputs of one piece of work, and the right answer."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self.arguments, self.caches = make_inputs(work)
+        self.options = {"scale": work.head_dim**-0.5, "sliding_window": None}
+        reference = jax.jit(functools.partial(paged_attention, impl="reference", **self.options))
+        self.expected = reference(**self.arguments, kv_cache=self.caches[0])[0]
+
+    def seconds(self, choice: tuning.Choice) -> list[float]:
+        """Medians of two passes over the caches; ValueError if the output is wrong."""
+        call = jax.jit(
+            functools.partial(gpu.paged_attention, choice=choice, **self.options),
+            donate_argnames="kv_cache",
+        )
+
+        def run():
+            for i, cache in enumerate(self.caches):
+                out, self.caches[i] = call(**self.arguments, kv_cache=cache)
+            return out
+
+        out, self.caches[0] = call(**self.arguments, kv_cache=self.caches[0])
+        error = jnp.linalg.norm((out - self.expected).astype(jnp.float32))
+        error /= jnp.linalg.norm(self.expected.astype(jnp.float32))
+        if not error < 1e-2:
+            raise ValueError(f"{self.work.name}: relative error {error} with {choice}")
+        begin = time.perf_counter()
+        while time.perf_counter() - begin < WARM_UP_S:
+            jax.block_until_ready(run())
+        return [self._one_pass(run) for _ in range(2)]
+
+    def _one_pass(self, run) -> float:
+        rounds = 3 if len(self.caches) < 10 else 1
+        times = kernel_times(lambda: [run() for _ in range(rounds)])
+        # A call runs one kernel for decode rows and one for prefill rows: by turns, if both are
+        # the same kernel.
+        calls = rounds * len(self.caches)
+        per_call = [0.0] * calls
+        for name, values in times.items():
+            if any(kernel in name for kernel in KERNELS):
+                for i, value in enumerate(values):
+                    per_call[i * calls // len(values)] += value
+        return statistics.median(per_call)
+
+
+def figures(work: Work, passes: list[float], ceilings: dict[str, float]) -> dict:
+    seconds = min(passes)
+    spread = max(passes) / seconds - 1
+    result = {
+        "workload": work.name,
+        "num_heads": work.num_heads,
+        "num_kv_heads": work.num_kv_heads,
+        "head_dim": work.head_dim,
+        "block_size": work.block_size,
+        "time_us": round(seconds * 1e6, 2),
+        "spread": round(spread, 3),
+        "flagged": spread > 0.15,
+    }
+    if work.num_decode == len(work.rows):
+        bandwidth = work.context_bytes / seconds
+        result["tb_per_s"] = round(bandwidth / 1e12, 3)
+        result["of_copy_bandwidth"] = round(bandwidth / ceilings["copy_bytes_per_s"], 3)
+    elif work.num_decode == 0:
+        rate = work.operations / seconds
+        result["tflop_per_s"] = round(rate / 1e12, 1)
+        result["of_matmul_rate"] = round(rate / ceilings["matmul_flop_per_s"], 3)
+    return result
+
+
+def measure(output: Path) -> None:
+    works = [
+        *(decode(b, 1024, LLAMA_8B, 16) for b in (1, 32, 128, 256)),
+        decode(128, 4096, LLAMA_8B, 16),
+        *(decode(b, 1024, QWEN_05B, 16) for b in (1, 128, 256)),
+        *(prefill(n, LLAMA_8B, 64) for n in (8192, 2048)),
+        prefill(8192, LLAMA_8B, 16),
+        prefill(8192, QWEN_05B, 64),
+        mixed(LLAMA_8B, 64),
+    ]
+    device = jax.devices()[0]
+    ceilings = {"copy_bytes_per_s": copy_bandwidth(), "matmul_flop_per_s": matmul_rate()}
+    result = describe(threads=1) | {
+        "benchmark": "paged_attention",
+        "gpu": device.device_kind,
+        **ceilings,
+        "rows": [],
+    }
+    for work in works:
+        timer = Timer(work)
+        only_decode = work.num_decode == len(work.rows)
+        for impl in ("triton",) if only_decode else ("triton", "mosaic"):
+            choice = tuning.choose(impl, device.compute_capability, shape_of(work))
+            row = {"impl": impl, **figures(work, timer.seconds(choice), ceilings)}
+            print(json.dumps(row), flush=True)
+            result["rows"].append(row)
+            # After each row: a machine lent for minutes may go away.
+            output.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def tune() -> None:
+    """Write the tiling of least total time for each kind of row, kernel and head size."""
+    capability = jax.devices()[0].compute_capability
+    path = Path(tuning.__file__).with_name("tuning.json")
+    entries = [e for e in json.loads(path.read_text())["entries"]
+               if e["compute_capability"] != capability]  # fmt: skip
+
+    def save(entry: dict) -> None:
+        entries.append(entry)
+        path.write_text(json.dumps({"entries": entries}, indent=2) + "\n")
+
+    decode_cuts = [
+        {"tile_k": k, "num_warps": 4, "num_stages": n}
+        for k, n in ((64, 3), (64, 4), (128, 2), (128, 3))
+    ]
+    prefill_cuts = [
+        {"tile_rows": 128, "tile_k": k, "num_warps": 8, "num_stages": n}
+        for k, n in ((64, 3), (128, 2))
+    ]
+    mosaic_cuts = [{"tile_k": 128, "num_stages": 2}] if capability == "9.0" else []
+    for heads in (LLAMA_8B, QWEN_05B):
+        for min_work, batches in ((0, (1, 16)), (256, (128, 256))):
+            timers = [Timer(decode(b, 1024, heads, 16)) for b in batches]
+            save(_fastest(timers, "decode", "triton", min_work, decode_cuts))
+        timers = [Timer(prefill(4096, heads, 64))]
+        save(_fastest(timers, "prefill", "triton", 0, prefill_cuts))
+        if mosaic_cuts:
+            save(_fastest(timers, "prefill", "mosaic", 0, mosaic_cuts))
+
+
+def _fastest(timers: list[Timer], rows: str, kernel: str, min_work: int, cuts: list[dict]) -> dict:
+    capability = jax.devices()[0].compute_capability
+    key = {
+        "compute_capability": capability,
+        "rows": rows,
+        "kernel": kernel,
+        "dtype": "bfloat16",
+        "head_dim": timers[0].work.head_dim,
+        "min_work": min_work,
+    }
+    costs = []
+    for cut in cuts:
+        times = []
+        for timer in timers:
+            shape = shape_of(timer.work)
+            choice = tuning.choose("triton", capability, shape)
+            if kernel == "mosaic":
+                tiling = tuning.MosaicTiling(**cut)
+            else:
+                tiling = dataclasses.replace(getattr(choice, rows), **cut)
+            try:
+                seconds = timer.seconds(dataclasses.replace(choice, **{rows: tiling}))
+            except jax.errors.JaxRuntimeError as error:  # more shared memory than there is
+                print(cut, str(error)[:200])
+                times = [float("inf")]
+                break
+            times.append(min(seconds))
+        print(json.dumps(key | {"tiling": cut, "times_us": [round(t * 1e6, 1) for t in times]}),
+              flush=True)  # fmt: skip
+        # Each workload weighs the same.
+        costs.append(statistics.geometric_mean(times))
+    return key | {"tiling": cuts[costs.index(min(costs))]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tune", action="store_true", help="write tuning.json instead")
+    parser.add_argument("--output", type=Path, help="the result file")
+    args = parser.parse_args()
+    if args.tune == bool(args.output):
+        parser.error("give either --tune or --output")
+    if args.tune:
+        tune()
+    else:
+        measure(args.output)
+
+
+if __name__ == "__main__":
+    main()

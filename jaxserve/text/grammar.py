@@ -1,0 +1,172 @@
+"""What an answer's text must be, as grammars of llguidance, and matchers that follow the tokens."""
+
+import json
+import pickle
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+
+from llguidance import LLMatcher, regex_to_lark
+
+from jaxserve.sampling_params import StructuredOutputsParams
+from jaxserve.text import grammar_trial
+from jaxserve.text.grammar_trial import Vocabulary, compile_grammar, make_tokenizer
+from jaxserve.text.tokenizer import Tokenizer
+
+COMPILE_CPU_S = 3.0
+MAX_CACHED_GRAMMARS = 64
+
+
+class GrammarCompiler:
+    """Makes matchers, for one tokenizer and a model of `vocab_size` logits.
+
+    Grammars are compiled one after another, and the most recent ones are kept. Methods may be
+    called from any thread. Costs nothing before the first call of `matcher`.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_size: int, compile_cpu_s: float = COMPILE_CPU_S
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._compile_cpu_s = compile_cpu_s
+        self._cache: OrderedDict[StructuredOutputsParams, LLMatcher] = OrderedDict()
+        self._cache_lock = threading.Lock()
+        self._compiling = threading.Lock()
+        self._prepared: tuple[grammar_trial.LLTokenizer, _Trial] | None = None
+
+    def matcher(self, params: StructuredOutputsParams) -> LLMatcher:
+        """A matcher of the caller's own, at the start of the grammar.
+
+        ValueError, in one line, if the grammar makes no sense, asks for what is not supported, or
+        takes more than the time and memory it may.
+        """
+        matcher = self._cached(params)
+        if matcher is None:
+            with self._compiling:
+                matcher = self._cached(params) or self._compile(params)
+        return matcher.deep_copy()
+
+    def has(self, params: StructuredOutputsParams) -> bool:
+        """Whether `matcher` has no need to compile."""
+        with self._cache_lock:
+            return params in self._cache
+
+    def close(self) -> None:
+        """End the trial process. Closing twice is fine."""
+        with self._compiling:
+            if self._prepared is not None:
+                self._prepared[1].close()
+                self._prepared = None
+
+    def _cached(self, params: StructuredOutputsParams) -> LLMatcher | None:
+        with self._cache_lock:
+            if params in self._cache:
+                self._cache.move_to_end(params)
+            return self._cache.get(params)
+
+    def _compile(self, params: StructuredOutputsParams) -> LLMatcher:
+        if self._prepared is None:
+            vocabulary = self._vocabulary()
+            trial = _Trial(vocabulary, self._compile_cpu_s)
+            self._prepared = make_tokenizer(vocabulary), trial
+        tokenizer, trial = self._prepared
+        try:
+            grammar = _grammar(params)
+            trial.check(grammar)
+            matcher = compile_grammar(tokenizer, grammar)
+        except ValueError as error:
+            raise ValueError(f"the {_kind(params)} cannot be used: {error}") from None
+        with self._cache_lock:
+            self._cache[params] = matcher
+            while len(self._cache) > MAX_CACHED_GRAMMARS:
+                self._cache.popitem(last=False)
+        return matcher
+
+    def _vocabulary(self) -> Vocabulary:
+        tokenizer = self._tokenizer
+        special, eos = (
+            sorted(token for token in ids if token < self._vocab_size)
+            for ids in (tokenizer.special_token_ids, tokenizer.eos_token_ids)
+        )
+        if not eos:
+            raise ValueError("structured_outputs needs an end-of-sequence token, which is missing")
+        return Vocabulary(
+            tokens=[tokenizer.token_bytes(token) for token in range(self._vocab_size)],
+            special_token_ids=special,
+            eos_token_ids=eos,
+        )
+
+
+def _grammar(params: StructuredOutputsParams) -> str:
+    """llguidance's description of the grammar."""
+    if params.regex is not None:
+        regex = regex_to_lark(params.regex, use_ascii="d")
+        return LLMatcher.grammar_from_lark(f"start: /{regex}/")
+    if params.grammar is not None:
+        return LLMatcher.grammar_from_lark(params.grammar)
+    if params.choice is not None:
+        texts = (json.dumps(text, ensure_ascii=False) for text in params.choice)
+        return LLMatcher.grammar_from_lark(f"start: {' | '.join(texts)}")
+    options = {"lenient": False, "whitespace_flexible": not params.disable_any_whitespace}
+    if params.whitespace_pattern is not None:
+        options["whitespace_pattern"] = params.whitespace_pattern
+    schema = params.json if params.json is not None else '{"type":"object"}'
+    return LLMatcher.grammar_from_json_schema(schema, overrides=options)
+
+
+def _kind(params: StructuredOutputsParams) -> str:
+    if params.regex is not None:
+        return "regular expression"
+    if params.grammar is not None:
+        return "grammar"
+    return "choice" if params.choice is not None else "JSON schema"
+
+
+class _Trial:
+    """The process of `grammar_trial`, started again when a grammar has ended it."""
+
+    def __init__(self, vocabulary: Vocabulary, seconds: float) -> None:
+        self._first = pickle.dumps(
+            (vocabulary.tokens, vocabulary.special_token_ids, vocabulary.eos_token_ids, seconds)
+        )
+        self._seconds = seconds
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def check(self, grammar: str) -> None:
+        """ValueError if the grammar cannot be compiled within the limits."""
+        if self._process is None:
+            # By path: the script needs llguidance alone, and is ready in a tenth of a second.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", grammar_trial.__file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
+            self._process.stdin.write(self._first)
+        try:
+            pickle.dump(grammar, self._process.stdin)
+            self._process.stdin.flush()
+            error = pickle.load(self._process.stdout)
+        except (EOFError, BrokenPipeError):
+            process, self._process = self._process, None
+            if _end(process) == -grammar_trial.TIME_LIMIT:
+                raise ValueError(f"it takes over {self._seconds:g} s to compile") from None
+            raise ValueError("it is too large or nested too deeply") from None
+        if error:
+            raise ValueError(error)
+
+    def close(self) -> None:
+        if self._process is not None:
+            _end(self._process)
+            self._process = None
+
+
+def _end(process: subprocess.Popen[bytes]) -> int:
+    try:
+        process.communicate(timeout=5)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+    return process.returncode

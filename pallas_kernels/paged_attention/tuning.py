@@ -1,0 +1,138 @@
+"""Which kernel serves which shape on which GPU, and how its work is cut.
+
+`tuning.json` holds what `bench/paged_attention.py --tune` measured to be the fastest. Shapes and
+GPUs that it does not know get a cut that fits them all.
+"""
+
+import dataclasses
+import functools
+import json
+from importlib import resources
+
+# Shared memory for one tile of keys, and for one of values; a tile of queries takes twice that.
+# With the stages below all fits in the 99 KiB of compute capability 8.6 and 8.9.
+_KV_TILE_BYTES = 16 * 1024
+# A decode batch of fewer programs than this leaves a large GPU half idle: its contexts are split,
+# into about so many programs altogether. From here up a split costs more than it gains (H200).
+_FULL_PROGRAMS = 128
+_SPLIT_PROGRAMS = 256
+_MAX_SPLITS = 32
+MOSAIC_HEAD_DIMS = (64, 128)
+
+
+# An entry also holds `min_work`, the fewest tokens times kv heads it is meant for.
+_KEYS = ("compute_capability", "rows", "kernel", "dtype", "head_dim")
+
+
+@dataclasses.dataclass(frozen=True)
+class TritonTiling:
+    """How `triton_kernel` is cut for one kind of row."""
+
+    tile_rows: int
+    """Rows of the matrix products: queries times their heads, a power of two."""
+    tile_k: int
+    """Context positions of one step."""
+    num_warps: int
+    num_stages: int
+    splits: int = 1
+    """Programs that share each context, a power of two."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicTiling:
+    """How `mosaic_prefill` is cut."""
+
+    tile_k: int
+    """Positions of one tile of keys and of values."""
+    num_stages: int
+    """Tiles of keys, and of values, in shared memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What a choice may depend on; the letters of the kernel's arguments."""
+
+    num_tokens: int
+    num_rows: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    table_width: int
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The cut of one call: for rows of a single query, and for the others."""
+
+    decode: TritonTiling
+    prefill: TritonTiling | MosaicTiling
+
+
+def choose(impl: str, compute_capability: str, shape: Shape) -> Choice:
+    """The fastest known cut for `shape` on a GPU of that compute capability, such as "9.0".
+
+    `impl` "triton" keeps to Triton; with "mosaic" prefill rows go to Mosaic GPU where that is
+    known to be faster.
+    """
+    row_bytes = _power_of_two(shape.head_dim) * (4 if shape.dtype == "float32" else 2)
+    group = _power_of_two(shape.num_heads // shape.num_kv_heads)
+    tile_k = min(max(_KV_TILE_BYTES // row_bytes, 16), 128)
+
+    decode = TritonTiling(max(group, 16), tile_k, num_warps=4, num_stages=3)
+    decode = dataclasses.replace(decode, **_tuned(compute_capability, "decode", "triton", shape))
+    programs = min(shape.num_tokens, shape.num_rows) * shape.num_kv_heads
+    steps = shape.table_width * shape.block_size // decode.tile_k
+    decode = dataclasses.replace(decode, splits=_num_splits(programs, steps))
+
+    if impl == "mosaic" and (tuned := _tuned(compute_capability, "prefill", "mosaic", shape)):
+        return Choice(decode, MosaicTiling(**tuned))
+    most_rows = 32 if shape.dtype == "float32" else 128
+    tile_rows = max(min(2 * _KV_TILE_BYTES // row_bytes, most_rows), group, 16)
+    prefill = TritonTiling(tile_rows, tile_k, num_warps=4 if tile_rows < 64 else 8, num_stages=2)
+    return Choice(
+        decode,
+        dataclasses.replace(prefill, **_tuned(compute_capability, "prefill", "triton", shape)),
+    )
+
+
+def fits_mosaic(shape: Shape) -> bool:
+    """Whether `mosaic_prefill` can serve the shape at all."""
+    return (
+        shape.head_dim in MOSAIC_HEAD_DIMS
+        and shape.dtype == "bfloat16"
+        and shape.num_tokens >= 64
+        and shape.num_tokens % 8 == 0
+        and shape.block_size <= 128
+    )
+
+
+def _tuned(compute_capability: str, rows: str, kernel: str, shape: Shape) -> dict[str, int]:
+    if kernel == "mosaic" and not fits_mosaic(shape):
+        return {}
+    wanted = (compute_capability, rows, kernel, shape.dtype, shape.head_dim)
+    work = shape.num_tokens * shape.num_kv_heads
+    entries = [
+        entry
+        for entry in _table()
+        if tuple(entry[key] for key in _KEYS) == wanted and entry["min_work"] <= work
+    ]
+    return max(entries, key=lambda entry: entry["min_work"], default={"tiling": {}})["tiling"]
+
+
+@functools.cache
+def _table() -> list[dict]:
+    return json.loads(resources.files(__package__).joinpath("tuning.json").read_text())["entries"]
+
+
+def _num_splits(num_programs: int, max_splits: int) -> int:
+    """How many ways to split every context, a power of two."""
+    if num_programs >= _FULL_PROGRAMS:
+        return 1
+    wanted = min(_SPLIT_PROGRAMS // num_programs, max_splits, _MAX_SPLITS)
+    return 1 << (max(wanted, 1).bit_length() - 1)
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()

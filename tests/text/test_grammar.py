@@ -1,0 +1,169 @@
+"""Grammars compiled for small tokenizers: what they let through, and what is refused."""
+
+import json
+import threading
+
+import pytest
+
+from jaxserve.sampling_params import StructuredOutputsParams
+from jaxserve.text import grammar as module
+from jaxserve.text.grammar import GrammarCompiler
+
+NUM_SPARE = 13
+"""Logits beyond the vocabulary."""
+
+
+@pytest.fixture(scope="module", params=["byte_level", "sentencepiece"])
+def tokenizer(request):
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer):
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size + NUM_SPARE, compile_cpu_s=0.5)
+    yield compiler
+    compiler.close()
+
+
+def accepts(compiler, tokenizer, text, **fields) -> bool:
+    matcher = compiler.matcher(StructuredOutputsParams(**fields))
+    tokens = [t for char in text for t in single_tokens(tokenizer, char)]
+    return matcher.consume_tokens(tokens) and matcher.is_accepting()
+
+
+def single_tokens(tokenizer, char):
+    """A character as tokens of one byte each."""
+    of_byte = {
+        tokenizer.token_bytes(token): token for token in reversed(range(tokenizer.vocab_size))
+    }
+    return [of_byte[bytes([byte])] for byte in char.encode()]
+
+
+def allowed(matcher) -> set[int]:
+    bits = matcher.compute_bitmask()
+    return {i for i in range(8 * len(bits)) if bits[i // 8] >> (i % 8) & 1}
+
+
+SCHEMA = {"type": "object", "properties": {"é": {"type": "integer"}}, "required": ["é"]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "yes", "no"),
+    [
+        ({"json": SCHEMA}, ['{"é":1}', '{ "é" :\n-20, "x": [{}]}'], ['{"é":1.5}', "{}", '{"é":1']),
+        (
+            {"json": SCHEMA, "disable_any_whitespace": True},
+            ['{"é":1}', '{"é":1,"x":" "}'],
+            ['{"é": 1}'],
+        ),
+        ({"json": SCHEMA, "whitespace_pattern": " "}, ['{ "é" : 1 }'], ['{  "é":1}']),
+        ({"json_object": True}, ["{}", '{"a": [1, null]}'], ["[]", "1", '{"a"}']),
+        ({"regex": "[ab]{2}|ç"}, ["ab", "ç"], ["a", "abc", ""]),
+        ({"regex": "\\d/\\w\n"}, ["1/a\n", "1/é\n"], ["\u0661/a\n", "1/a"]),
+        ({"choice": ["a", "ab", 'q"\\\n😀']}, ["a", "ab", 'q"\\\n😀'], ["b", "aba"]),
+        ({"grammar": 'start: "(" start ")" | "x"'}, ["x", "((x))"], ["(x", "()"]),
+    ],
+)
+def test_what_passes(compiler, tokenizer, fields, yes, no):
+    for text in yes:
+        assert accepts(compiler, tokenizer, text, **fields), text
+    for text in no:
+        assert not accepts(compiler, tokenizer, text, **fields), text
+
+
+def test_masks_hold_text_tokens_and_the_end(compiler, tokenizer):
+    everything = allowed(compiler.matcher(StructuredOutputsParams(regex="(?s:.*)")))
+    eos = tokenizer.eos_token_ids
+    assert everything >= eos
+    assert not (everything - eos) & tokenizer.special_token_ids
+    assert max(everything) < tokenizer.vocab_size
+    assert (
+        {t for char in "aé😀" for t in single_tokens(tokenizer, char)}
+        <= everything
+        | {
+            single_tokens(tokenizer, "é")[1],  # a byte in the middle of a character is none
+            *single_tokens(tokenizer, "😀")[1:],
+        }
+    )
+    letter = compiler.matcher(StructuredOutputsParams(regex="a"))
+    assert not allowed(letter) & eos
+    letter.consume_tokens(single_tokens(tokenizer, "a"))
+    assert allowed(letter) == eos
+
+
+def test_matchers_of_one_grammar_are_independent(compiler, tokenizer):
+    params = StructuredOutputsParams(choice=["ab", "cd"])
+    first, second = compiler.matcher(params), compiler.matcher(params)
+    assert first.consume_tokens(single_tokens(tokenizer, "a"))
+    assert second.consume_tokens(single_tokens(tokenizer, "cd"))
+    assert first.consume_tokens(single_tokens(tokenizer, "b"))
+
+
+NESTED_RULES = "start: r0\n" + "".join(f"r{i}: /a/ r{i + 1} | r{i + 1}\n" for i in range(5000))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"json": {"type": "text"}}, "the JSON schema cannot be used: Invalid type: text"),
+        ({"json": {"type": "array", "uniqueItems": True}}, 'Unimplemented keys: ."uniqueItems"'),
+        ({"json": {"x-guidance": {"lenient": True}, "not": {}}}, 'Unimplemented keys: ."not"'),
+        ({"json": {"$ref": "http://127.0.0.1/x"}}, "not present in a registry"),
+        ({"json": {"type": "string", "format": "colour"}}, "Unknown format: colour"),
+        ({"json": {"type": "integer", "minimum": 2, "maximum": 1}}, "Unsatisfiable schema"),
+        ({"json": {"const": 10**400}}, "the JSON schema cannot be used"),
+        ({"regex": "(a"}, "the regular expression cannot be used: .*unclosed group"),
+        ({"regex": r"(a)\1"}, "backreferences are not supported"),
+        ({"regex": "(" * 60_000 + ")" * 60_000}, "the regular expression cannot be used"),
+        ({"regex": r"[^\s\S]"}, "no text satisfies it"),
+        ({"grammar": "start: start"}, "the grammar cannot be used: no text satisfies it"),
+        ({"grammar": 'root ::= "a"'}, "the grammar cannot be used: .*Expected"),
+        ({"grammar": NESTED_RULES + "r5000: /b/"}, "it is too large or nested too deeply"),
+        (
+            {"json": {"type": "string", "allOf": [{"pattern": f"a.*b{i}"} for i in range(99)]}},
+            "it takes over 0.5 s to compile",
+        ),
+    ],
+)
+def test_refusals_leave_the_compiler_well(compiler, tokenizer, fields, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        compiler.matcher(StructuredOutputsParams(**fields))
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500
+    assert accepts(compiler, tokenizer, "12", regex=r"\d+")
+
+
+def test_known_grammars_are_not_compiled_again(compiler, monkeypatch):
+    monkeypatch.setattr(module, "MAX_CACHED_GRAMMARS", 2)
+    known, *others = (StructuredOutputsParams(regex=f"a{{{i}}}") for i in range(1, 5))
+    assert not compiler.has(known)
+    compiler.matcher(known)
+    compiler.matcher(others[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler, "_compile", None)
+        compiler.matcher(known)
+    assert compiler.has(known)
+    for params in others:
+        compiler.matcher(params)
+    assert not compiler.has(known)
+
+
+def test_many_threads_compile_a_grammar_once(compiler, monkeypatch):
+    compiled = []
+    compile_one = compiler._compile
+    monkeypatch.setattr(
+        compiler, "_compile", lambda params: compiled.append(params) or compile_one(params)
+    )
+    params = StructuredOutputsParams(json=json.dumps({"enum": list(range(100))}))
+    threads = [threading.Thread(target=compiler.matcher, args=(params,)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert compiled == [params]
+
+
+def test_a_model_without_an_end(byte_level, monkeypatch):
+    monkeypatch.setattr(byte_level, "eos_token_ids", frozenset())
+    with pytest.raises(ValueError, match="needs an end-of-sequence token"):
+        GrammarCompiler(byte_level, 400).matcher(StructuredOutputsParams(regex="a"))
