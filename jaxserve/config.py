@@ -29,6 +29,9 @@ class EngineConfig:
     """Most requests in one step; None: 256 on a GPU, 64 on a CPU."""
     max_num_batched_tokens: int | None = None
     """Most tokens in one step; None: 2048 on a GPU, 256 on a CPU."""
+    num_scheduler_steps: int | None = None
+    """Most decode steps in one dispatch, if all rows decode; None: 8 on a GPU at the batch sizes
+    where these take less than 20 ms, else 1."""
     block_size: int = 16
     """Tokens of one KV-cache block; a power of two from 8 to 128."""
     gpu_memory_utilization: float = 0.9
@@ -72,6 +75,7 @@ class EngineConfig:
             "max_model_len",
             "max_num_seqs",
             "max_num_batched_tokens",
+            "num_scheduler_steps",
             "kv_cache_memory_bytes",
         ):
             value = getattr(self, name)

@@ -27,27 +27,38 @@ class ScheduledRequest:
     """Index among the request's output tokens of the one sampled here (0 for the first)."""
     admitted: bool
     """True in the first step after (re-)admission: the slot still holds somebody else's state."""
+    num_steps: int = 1
+    """Steps of this dispatch that the row takes part in, a token each: more than one for decode
+    rows alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step. Rows are ordered: decode rows (one token, `token_ids is None`) first."""
+    """One dispatch: a step, or several if all rows decode.
+
+    Rows are ordered: decode rows (one token a step, `token_ids is None`) first.
+    """
 
     step_id: int
     scheduled: tuple[ScheduledRequest, ...]
     num_decode: int
     """How many leading rows are decode rows."""
     num_tokens: int
+    """Of the first step."""
     preempted: tuple[str, ...]
     """Requests that lost their slot and blocks to make room, and wait to be recomputed."""
+    num_steps: int = 1
+    """Decode steps that run one after another; row b takes part in the first `num_steps` of its
+    own."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """What one finished step means for one request."""
+    """What one finished dispatch means for one request."""
 
     request_id: str
-    token_id: int
+    token_ids: tuple[int, ...]
+    """At least one; none after the token that ended the request."""
     finish_reason: FinishReason | None
     stop_token_id: int | None = None
-    """The stop token that ended it, if one did (it is also `token_id`)."""
+    """The stop token that ended it, if one did (it is also the last of `token_ids`)."""

@@ -131,8 +131,12 @@ class Scheduler:
         self._remove(request, reason)
         return True
 
-    def schedule(self) -> SchedulerOutput | None:
-        """Plans the next step; None if nothing can run (before a step in flight is updated)."""
+    def schedule(self, num_steps: int = 1) -> SchedulerOutput | None:
+        """Plans the next step; None if nothing can run (before a step in flight is updated).
+
+        Where all rows decode and nobody can be admitted, `num_steps` steps are planned at once,
+        if there are blocks for all their tokens without preempting anybody.
+        """
         rows, requests, preempted = self._decode_rows()
         num_decode = len(rows)
         chunks = self._plan_chunks(self.config.max_num_batched_tokens - num_decode, preempted)
@@ -141,12 +145,15 @@ class Scheduler:
             requests.append(chunk.request)
         if not rows:
             return None
+        if chunks or preempted or num_steps == 1 or not self._extend(rows, requests, num_steps):
+            num_steps = 1
         output = SchedulerOutput(
             step_id=self._num_steps,
             scheduled=tuple(rows),
             num_decode=num_decode,
             num_tokens=num_decode + sum(chunk.num_tokens for chunk in chunks),
             preempted=tuple(preempted),
+            num_steps=num_steps,
         )
         self._num_steps += 1
         self._in_flight.append((output, requests))
@@ -157,37 +164,46 @@ class Scheduler:
 
         Args:
             output: what `schedule` returned for that step.
-            token_ids: one for each of `output.scheduled`; ignored where `samples` is False, and
-                for requests that have left since.
+            token_ids: one for each of `output.scheduled`, step after step; ignored where `samples`
+                is False, for requests that have left since, and past a row's own `num_steps`.
 
         Raises:
             ValueError: `output` is not the oldest step in flight, or `token_ids` does not fit it.
         """
         if not self._in_flight or self._in_flight[0][0].step_id != output.step_id:
             raise ValueError(f"step {output.step_id} is not the oldest step in flight")
-        if len(token_ids) != len(output.scheduled):
+        num_rows = len(output.scheduled)
+        if len(token_ids) != output.num_steps * num_rows:
             raise ValueError(
-                f"step {output.step_id} has {len(output.scheduled)} rows, got {len(token_ids)} "
-                "token ids"
+                f"step {output.step_id} has {num_rows} rows in {output.num_steps} steps, got "
+                f"{len(token_ids)} token ids"
             )
         events = []
         _, requests = self._in_flight.popleft()
-        for row, request, token_id in zip(output.scheduled, requests, token_ids, strict=True):
-            if not row.samples or request.finish_reason is not None:
-                continue
-            request.output_token_ids.append(token_id)
-            request.num_in_flight_tokens -= 1
-            if request.slot >= 0:
-                self._blocks.commit(request)
-            reason = stop_token_id = None
-            if token_id in request.stop_token_ids and row.output_index >= request.min_tokens:
-                reason, stop_token_id = FinishReason.STOP, token_id
-            elif row.output_index + 1 == request.max_tokens:
-                reason = FinishReason.LENGTH
-            if reason is not None:
-                self._remove(request, reason)
-            events.append(TokenEvent(request.request_id, token_id, reason, stop_token_id))
+        for index, (row, request) in enumerate(zip(output.scheduled, requests, strict=True)):
+            if row.samples and request.finish_reason is None:
+                last = index + row.num_steps * num_rows
+                events.append(self._take(request, row.output_index, token_ids[index:last:num_rows]))
         return events
+
+    def _take(self, request: Request, output_index: int, token_ids: Sequence[int]) -> TokenEvent:
+        """The next sampled tokens, from `output_index` on; the request may leave with one."""
+        reason = stop_token_id = None
+        num_taken = len(token_ids)
+        for i, token_id in enumerate(token_ids if request.stop_token_ids else ()):
+            if token_id in request.stop_token_ids and output_index + i >= request.min_tokens:
+                reason, stop_token_id, num_taken = FinishReason.STOP, token_id, i + 1
+                break
+        if reason is None and output_index + num_taken == request.max_tokens:
+            reason = FinishReason.LENGTH
+        taken = tuple(token_ids[:num_taken])
+        request.output_token_ids += taken
+        request.num_in_flight_tokens -= num_taken
+        if request.slot >= 0:
+            self._blocks.commit(request)
+        if reason is not None:
+            self._remove(request, reason)
+        return TokenEvent(request.request_id, taken, reason, stop_token_id)
 
     def check(self) -> None:
         """AssertionError unless the bookkeeping is consistent. For tests: it looks at all of it."""
@@ -235,6 +251,39 @@ class Scheduler:
                 )
             )
         return rows, requests, preempted
+
+    def _extend(
+        self, rows: list[ScheduledRequest], requests: list[Request], num_steps: int
+    ) -> bool:
+        """Lets decode rows that are planned for one step run for `num_steps`, each as far as its
+        max_tokens; False, with nothing changed, if there are not blocks enough."""
+        lengths = [
+            min(num_steps, request.max_tokens - row.output_index)
+            for row, request in zip(rows, requests, strict=True)
+        ]
+        missing = [
+            self._blocks.num_blocks_for(row.start + length) - len(request.block_ids)
+            for row, request, length in zip(rows, requests, lengths, strict=True)
+        ]
+        if max(lengths) == 1 or sum(missing) > self._blocks.pool.num_free:
+            return False
+        for i, (row, request) in enumerate(zip(rows, requests, strict=True)):
+            more = tuple(self._blocks.grow(request) for _ in range(missing[i]))
+            request.num_computed_tokens += lengths[i] - 1
+            request.num_in_flight_tokens += lengths[i] - 1
+            rows[i] = ScheduledRequest(
+                request_id=row.request_id,
+                slot=row.slot,
+                start=row.start,
+                num_tokens=1,
+                token_ids=None,
+                new_block_ids=(*row.new_block_ids, *more),
+                samples=True,
+                output_index=row.output_index,
+                admitted=False,
+                num_steps=lengths[i],
+            )
+        return True
 
     def _make_room(self, request: Request, preempted: list[str]) -> bool:
         """Preempts from the end of the order until a block is free, or `request` is last: False."""

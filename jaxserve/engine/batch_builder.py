@@ -6,7 +6,6 @@ import numpy as np
 
 from jaxserve.engine.forward_batch import (
     FROM_SLOT,
-    NO_TARGET,
     BatchLayout,
     Column,
     float_bits,
@@ -24,7 +23,6 @@ def request_columns(state: RequestState) -> np.ndarray:
     columns[Column.TOP_K] = max(params.top_k, 0)
     seed = np.array([state.seed >> 32, state.seed & 0xFFFFFFFF], np.uint32)
     columns[[Column.SEED_HIGH, Column.SEED_LOW]] = seed.view(np.int32)
-    columns[Column.NUM_LOGPROBS] = -1 if params.logprobs is None else params.logprobs
     columns[Column.HAS_BIAS] = state.has_bias
     columns[Column.HAS_BAD_WORDS] = bool(state.bad_word_token_ids)
     columns[Column.HAS_GRAMMAR] = state.matcher is not None
@@ -54,9 +52,8 @@ class BatchBuilder:
     ) -> np.ndarray:
         """The packed int32 vector for `layout`; a new array, since the last may be in use yet."""
         packed = np.zeros(layout.size, np.int32)
-        token_ids, targets, query_starts, num_decode, columns, block_tables = layout.split(packed)
+        token_ids, query_starts, num_decode, columns, block_tables = layout.split(packed)
         token_ids[: output.num_decode] = FROM_SLOT
-        targets.fill(NO_TARGET)
         num_decode[0] = output.num_decode
 
         tables, table_lens = self._block_tables, self._table_lens
@@ -72,16 +69,19 @@ class BatchBuilder:
                 end = start + len(row.new_block_ids)
                 tables[slot, start:end] = row.new_block_ids
                 table_lens[slot] = end
+            num_tokens = row.num_tokens
             varying.append(
-                (slot, row.samples, row.start + row.num_tokens, row.output_index, row.num_tokens)
+                (
+                    slot,
+                    row.samples,
+                    row.start + num_tokens,
+                    row.output_index,
+                    row.num_steps,
+                    num_tokens,
+                )
             )
             if row.token_ids is not None:
-                end = flat + row.num_tokens
-                token_ids[flat:end] = row.token_ids
-                state = states[row.request_id]
-                if state.params.prompt_logprobs is not None:
-                    known = state.prompt_token_ids[row.start + 1 : row.start + row.num_tokens + 1]
-                    targets[flat : flat + len(known)] = known
+                token_ids[flat : flat + num_tokens] = row.token_ids
             flat += row.num_tokens
 
         num_rows = len(varying)
@@ -89,8 +89,8 @@ class BatchBuilder:
         slots = values[0]
         columns[:] = neutral_columns()[:, None]
         columns[:, :num_rows] = self._columns[slots].T
-        columns[: Column.OUTPUT_INDEX + 1, :num_rows] = values[:4]
-        np.cumsum(values[4], out=query_starts[1 : num_rows + 1])
+        columns[: Column.NUM_STEPS + 1, :num_rows] = values[:5]
+        np.cumsum(values[5], out=query_starts[1 : num_rows + 1])
         query_starts[num_rows + 1 :] = flat
         block_tables[:num_rows] = tables[slots]
         return packed

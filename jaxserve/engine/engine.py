@@ -4,6 +4,7 @@ Synchronous and single-threaded: whoever calls `step` owns the engine. `AsyncEng
 thread of its own.
 """
 
+import gc
 import itertools
 import logging
 import random
@@ -19,13 +20,13 @@ from jaxserve.engine.batch_builder import BatchBuilder
 from jaxserve.engine.buckets import pick_bucket
 from jaxserve.engine.grammar_masks import GrammarMasks
 from jaxserve.engine.in_flight import InFlight
+from jaxserve.engine.logprobs import launch_logprobs, tile_size
 from jaxserve.engine.prompts import Prompt, check_prompt, encode_prompt
-from jaxserve.engine.request_state import RequestState, Submission, to_numpy
+from jaxserve.engine.request_state import RequestState, Submission
 from jaxserve.engine.startup import EngineParts, start
 from jaxserve.engine.stats import EngineStats, StepStats
-from jaxserve.engine.step import StepOutput
 from jaxserve.outputs import CompletionOutput, OutputDelta, RequestMetrics, RequestOutput
-from jaxserve.sampling import check_token_ids, needs_slot_state, slot_rows
+from jaxserve.sampling import TokenLogprobs, check_token_ids, needs_slot_state, slot_rows
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.detokenizer import IncrementalDetokenizer
 from jaxserve.text.grammar import GrammarCompiler
@@ -57,6 +58,7 @@ class Engine:
         self._masks = GrammarMasks(self.model_config.vocab_size, self._parts.eos_token_ids)
         self._states: dict[str, RequestState] = {}
         self._children: dict[str, list[str]] = {}
+        self._num_single_step = 0
         self._in_flight: deque[InFlight] = deque()
         self._seeds = random.Random(config.seed)
         self._request_numbers = itertools.count()
@@ -64,6 +66,9 @@ class Engine:
         self._closed = False
         self._steps = StepStats()
         self._resolved_s = 0.0
+        # Tracing leaves a great many objects; the collector would walk them while serving.
+        gc.collect()
+        gc.freeze()
 
     @property
     def max_model_len(self) -> int:
@@ -222,6 +227,7 @@ class Engine:
         for state in submission.states:
             self._scheduler.add(state.request)
             self._states[state.request.request_id] = state
+            self._num_single_step += state.takes_single_steps
         self._children[request_id] = [s.request.request_id for s in submission.states]
 
     def abort(self, request_id: str) -> list[OutputDelta]:
@@ -243,6 +249,7 @@ class Engine:
 
     def _forget(self, child_id: str) -> None:
         state = self._states.pop(child_id)
+        self._num_single_step -= state.takes_single_steps
         children = self._children[state.parent_id]
         children.remove(child_id)
         if not children:
@@ -254,6 +261,7 @@ class Engine:
         self._scheduler = Scheduler(self.scheduler_config)
         self._states.clear()
         self._children.clear()
+        self._num_single_step = 0
         self._in_flight.clear()
         if any(array.is_deleted() for array in jax.tree.leaves((parts.kv_caches, parts.slots))):
             parts.make_state()
@@ -264,7 +272,9 @@ class Engine:
         """Launch the next step, then read the one before it; returns what that one has produced."""
         if self._closed:
             raise RuntimeError("the engine is closed")
-        scheduled = self._scheduler.schedule()
+        num_running = self._scheduler.num_running
+        num_steps = 1 if self._num_single_step else self._parts.num_decode_steps(num_running)
+        scheduled = self._scheduler.schedule(num_steps)
         if scheduled is not None:
             self._launch(scheduled)
         if self._in_flight and (scheduled is None or len(self._in_flight) > 1):
@@ -283,26 +293,37 @@ class Engine:
                     self._load_slot(row.slot, state)
         bucket = pick_bucket(parts.buckets, scheduled.num_tokens)
         packed = self._builder.build(scheduled, self._states, parts.programs.layouts[bucket])
-        packed = jax.device_put(packed, parts.replicated)
+        packed = jax.device_put(packed, parts.host_input)
         previous = self._in_flight[-1] if self._in_flight else None
         masks = self._masks.fill(scheduled, self._states, previous, bucket.num_rows)
         token_masks = parts.no_masks[bucket]
         if masks is not None:
             token_masks = jax.device_put(masks, parts.replicated)
-        parts.kv_caches, parts.slots, output = parts.programs.steps[bucket](
+        programs = parts.programs
+        steps = programs.steps if scheduled.num_steps == 1 else programs.decode_steps
+        parts.kv_caches, parts.slots, output = steps[bucket](
             parts.params, parts.kv_caches, parts.slots, packed, token_masks
         )
-        output.sampled.token_ids.copy_to_host_async()
+        output.token_ids.copy_to_host_async()
+        logprobs = launch_logprobs(
+            programs.logprobs[bucket],
+            tile_size(programs.layouts[bucket]),
+            parts.params,
+            output,
+            scheduled,
+            self._states,
+            parts.replicated,
+        )
         launched = time.monotonic()
         if previous is not None:
             self._steps.host_gap_s.observe(self._gap_between(previous, launched))
-        self._in_flight.append(InFlight(scheduled, output, launched))
-        self._num_steps += 1
+        self._in_flight.append(InFlight(scheduled, output, logprobs, launched))
+        self._num_steps += scheduled.num_steps
 
     def _gap_between(self, previous: InFlight, launched: float) -> float:
         if previous.arrived_s is not None:
             return launched - previous.arrived_s
-        if not previous.output.sampled.token_ids.is_ready():
+        if not previous.output.token_ids.is_ready():
             return 0.0
         return launched - max(previous.launched_s, self._resolved_s)
 
@@ -320,14 +341,13 @@ class Engine:
         )
 
     def _resolve(self, in_flight: InFlight) -> list[OutputDelta]:
-        scheduled, output = in_flight.scheduled, in_flight.output
+        scheduled, step_logprobs = in_flight.scheduled, in_flight.logprobs
         token_ids = in_flight.token_ids()
         begin = max(in_flight.launched_s, self._resolved_s)
         self._steps.observe(scheduled, in_flight.arrived_s - begin)
         self._resolved_s = in_flight.arrived_s
-        deltas = self._prompt_logprobs(scheduled, output)
-        sampled = None
-        rows = {row.request_id: i for i, row in enumerate(scheduled.scheduled) if row.samples}
+        scored = step_logprobs.fetch() if step_logprobs else None
+        deltas = self._prompt_logprobs(in_flight, scored)
         for event in self._scheduler.update(scheduled, token_ids):
             state = self._states[event.request_id]
             if state.matcher is not None and state.matcher.is_error():
@@ -336,34 +356,30 @@ class Engine:
                 continue
             logprobs = None
             if state.params.logprobs is not None:
-                sampled = sampled or to_numpy(output.sampled)
                 logprobs = state.logprobs_at(
-                    sampled, rows[event.request_id], event.token_id, state.params.logprobs
+                    scored,
+                    step_logprobs.sampled[event.request_id],
+                    event.token_ids[0],
+                    state.params.logprobs,
                 )
             delta = state.advance(event, logprobs)
             deltas.append(delta)
             if delta.finish_reason is not None:
-                if event.finish_reason is None:
-                    self._scheduler.finish(event.request_id, FinishReason.STOP)
+                self._scheduler.finish(event.request_id, FinishReason.STOP)
                 self._forget(event.request_id)
         return deltas
 
-    def _prompt_logprobs(self, scheduled: SchedulerOutput, output: StepOutput) -> list[OutputDelta]:
+    def _prompt_logprobs(
+        self, in_flight: InFlight, scored: TokenLogprobs | None
+    ) -> list[OutputDelta]:
         deltas = []
-        prompt = None
-        flat = 0
-        for row in scheduled.scheduled:
-            state = self._states.get(row.request_id)
-            if (
-                row.token_ids is not None
-                and state is not None
-                and state.params.prompt_logprobs is not None
-            ):
-                prompt = prompt or to_numpy(output.prompt)
-                delta = state.prompt_logprobs_of(prompt, row.start, flat, row.num_tokens)
+        asked = in_flight.logprobs.prompts if in_flight.logprobs else {}
+        for row in in_flight.scheduled.scheduled if asked else ():
+            state, first_index = self._states.get(row.request_id), asked.get(row.request_id)
+            if state is not None and first_index is not None:
+                delta = state.prompt_logprobs_of(scored, row.start, first_index, row.num_tokens)
                 if delta is not None:
                     deltas.append(delta)
-            flat += row.num_tokens
         return deltas
 
     def reset_prefix_cache(self) -> bool:
@@ -379,3 +395,4 @@ class Engine:
         if self._grammars is not None:
             self._grammars.close()
         self._parts.free()
+        gc.unfreeze()

@@ -1,7 +1,7 @@
-"""One step's input: how it is packed on the host, and what it unpacks to on the device.
+"""A step's input: how it is packed on the host, and what it unpacks to on the device.
 
-Everything the host decides travels as one int32 vector, so that a step costs one transfer. Token
-masks alone, which are large and rare, travel apart.
+Everything the host decides travels as one int32 vector, so that a dispatch costs one transfer.
+Token masks alone, which are large and rare, travel apart.
 """
 
 from dataclasses import dataclass
@@ -19,8 +19,6 @@ from jaxserve.sampling import SamplingRows
 
 FROM_SLOT = -1
 """As a token id: take the token that this row's slot sampled last."""
-NO_TARGET = -1
-"""As a prompt target: no log-probability is asked for at this position."""
 
 
 _ALIGNMENT = 32
@@ -34,11 +32,11 @@ class Column(IntEnum):
     SAMPLES = 1
     CONTEXT_LEN = 2
     OUTPUT_INDEX = 3
-    MIN_TOKENS = 4
-    TOP_K = 5
-    SEED_HIGH = 6
-    SEED_LOW = 7
-    NUM_LOGPROBS = 8
+    NUM_STEPS = 4
+    MIN_TOKENS = 5
+    TOP_K = 6
+    SEED_HIGH = 7
+    SEED_LOW = 8
     HAS_BIAS = 9
     HAS_BAD_WORDS = 10
     HAS_GRAMMAR = 11
@@ -58,7 +56,6 @@ def float_bits(value: float) -> int:
 def neutral_columns() -> np.ndarray:
     """The columns of a padding row: greedy, no feature, samples nothing."""
     columns = np.zeros(len(Column), np.int32)
-    columns[Column.NUM_LOGPROBS] = -1
     columns[Column.TOP_P] = float_bits(1.0)
     columns[Column.REPETITION_PENALTY] = float_bits(1.0)
     return columns
@@ -71,8 +68,6 @@ class ForwardBatch(NamedTuple):
     """FROM_SLOT for decode tokens."""
     token_slots: Int32[Array, "T"]
     """The slot of the request that each token belongs to."""
-    prompt_targets: Int32[Array, "T"]
-    """The prompt's next token, where its log-probability is asked for; else NO_TARGET."""
     last_tokens: Int32[Array, "B"]
     """Flat index of each row's last token, whose logits are sampled."""
     attention: AttentionBatch
@@ -98,8 +93,8 @@ class BatchLayout:
         return sum(rows * stride for rows, stride, _ in self._parts())
 
     def split(self, packed):
-        """(token_ids [T], prompt_targets [T], query_starts [B+1], num_decode_rows [1],
-        columns [C, B], block_tables [B, M]), as views of `packed` (numpy or JAX)."""
+        """(token_ids [T], query_starts [B+1], num_decode_rows [1], columns [C, B],
+        block_tables [B, M]), as views of `packed` (numpy or JAX)."""
         views = []
         offset = 0
         for rows, stride, shape in self._parts():
@@ -117,7 +112,6 @@ class BatchLayout:
         t, b = self.bucket.num_tokens, self.bucket.num_rows
         parts = [
             (1, _aligned(t), (t,)),
-            (1, _aligned(t), (t,)),
             (1, _aligned(b + 1), (b + 1,)),
             (1, _aligned(1), (1,)),
             (len(Column), _aligned(b), (len(Column), b)),
@@ -125,17 +119,24 @@ class BatchLayout:
         # Last and read whole, so that its rows may stand close.
         return [*parts, (b, self.max_blocks, (b, self.max_blocks))]
 
-    def unpack(self, packed: Int32[Array, "size"]) -> ForwardBatch:
-        """Derive the step's arrays on the device."""
-        token_ids, targets, query_starts, num_decode, columns, block_tables = self.split(packed)
+    def unpack(
+        self, packed: Int32[Array, "size"], step: int | Int32[Array, ""] = 0
+    ) -> ForwardBatch:
+        """Derive the arrays of one step on the device.
+
+        `step` counts from the one that was packed: each before it gave every row a token. A row
+        that takes part in no so late step has no context, writes into block 0 and samples nothing.
+        """
+        token_ids, query_starts, num_decode, columns, block_tables = self.split(packed)
         num_tokens, num_rows = self.bucket.num_tokens, self.bucket.num_rows
-        context_lens = columns[Column.CONTEXT_LEN]
+        takes_part = step < columns[Column.NUM_STEPS]
+        context_lens = jnp.where(takes_part, columns[Column.CONTEXT_LEN] + step, 0)
         slots = columns[Column.SLOT]
 
         flat = jnp.arange(num_tokens, dtype=jnp.int32)
-        valid = flat < query_starts[-1]
         row = jnp.searchsorted(query_starts[1:], flat, side="right", method="compare_all")
         row = jnp.minimum(row, num_rows - 1).astype(jnp.int32)
+        valid = (flat < query_starts[-1]) & takes_part[row]
         positions = jnp.where(valid, context_lens[row] - query_starts[row + 1] + flat, 0)
         block = block_tables[row, positions // self.block_size]
         offset = positions % self.block_size
@@ -144,13 +145,12 @@ class BatchLayout:
         def floats(column: Column) -> jax.Array:
             return jax.lax.bitcast_convert_type(columns[column], jnp.float32)
 
-        samples = columns[Column.SAMPLES] != 0
-        output_index = columns[Column.OUTPUT_INDEX]
+        samples = takes_part & (columns[Column.SAMPLES] != 0)
+        output_index = columns[Column.OUTPUT_INDEX] + step
         seed = columns[Column.SEED_HIGH : Column.SEED_LOW + 1].T
         return ForwardBatch(
             token_ids=token_ids,
             token_slots=slots[row],
-            prompt_targets=targets,
             last_tokens=jnp.maximum(query_starts[1:] - 1, 0),
             attention=AttentionBatch(
                 positions=positions,
@@ -172,7 +172,6 @@ class BatchLayout:
                 top_k=columns[Column.TOP_K],
                 seed=jax.lax.bitcast_convert_type(seed, jnp.uint32),
                 output_index=output_index,
-                num_logprobs=columns[Column.NUM_LOGPROBS],
                 has_bias=columns[Column.HAS_BIAS] != 0,
                 has_bad_words=columns[Column.HAS_BAD_WORDS] != 0,
                 has_grammar=samples & (columns[Column.HAS_GRAMMAR] != 0),

@@ -1,10 +1,11 @@
-"""A step that was launched and whose tokens the scheduler has not been told yet."""
+"""A dispatch that was launched and whose tokens the scheduler has not been told yet."""
 
 import time
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from jaxserve.engine.logprobs import StepLogprobs
 from jaxserve.engine.step import StepOutput
 from scheduler import SchedulerOutput
 
@@ -13,20 +14,21 @@ from scheduler import SchedulerOutput
 class InFlight:
     scheduled: SchedulerOutput
     output: StepOutput
+    logprobs: StepLogprobs | None
     launched_s: float
     arrived_s: float | None = None
     """When its tokens were seen on the host."""
     _token_ids: list[int] = field(default_factory=list)
 
     def token_ids(self) -> list[int]:
-        """One for each scheduled row; waits for the step to end."""
+        """One for each scheduled row, step after step; waits for the end."""
         if self.arrived_s is None:
-            sampled = np.asarray(self.output.sampled.token_ids)
-            self._token_ids = sampled[: len(self.scheduled.scheduled)].tolist()
+            sampled = np.asarray(self.output.token_ids)
+            self._token_ids = sampled[:, : len(self.scheduled.scheduled)].reshape(-1).tolist()
             self.arrived_s = time.monotonic()
         return self._token_ids
 
     def sampled(self) -> dict[str, int]:
-        """The token of each request that the step samples; waits as `token_ids` does."""
+        """The token of each request that a single step samples; waits as `token_ids` does."""
         rows = zip(self.scheduled.scheduled, self.token_ids(), strict=True)
         return {row.request_id: token for row, token in rows if row.samples}

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import jax
 
 CPU_KV_CACHE_BYTES = 1 << 30
+_GRANULE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +21,12 @@ def kv_cache_budget(
     device: jax.Device,
     kv_cache_memory_bytes: int | None,
     gpu_memory_utilization: float,
+    weight_bytes: int,
     temp_bytes: int,
 ) -> MemoryBudget:
-    """What the cache may take on `device`, with the weights already there.
+    """What the cache may take on `device`, with `weight_bytes` still to come.
 
-    `temp_bytes` is the scratch memory of the largest step. The share counts from what JAX may
+    `temp_bytes` is the scratch memory of the largest program. The share counts from what JAX may
     allocate (its own limit, three quarters of the GPU unless the process says otherwise).
     """
     if kv_cache_memory_bytes is not None:
@@ -33,12 +35,14 @@ def kv_cache_budget(
         return MemoryBudget(CPU_KV_CACHE_BYTES, "the default on a CPU")
     stats = device.memory_stats()
     limit, in_use = stats["bytes_limit"], stats["bytes_in_use"]
-    free = int(limit * gpu_memory_utilization) - in_use - temp_bytes
+    free = max(int(limit * gpu_memory_utilization) - in_use - weight_bytes - temp_bytes, 0)
     source = (
         f"gpu_memory_utilization={gpu_memory_utilization:g} of {limit:,} bytes less {in_use:,} "
-        f"in use and {temp_bytes:,} of scratch memory"
+        f"in use, {weight_bytes:,} of weights and {temp_bytes:,} of scratch memory"
     )
-    return MemoryBudget(max(free, 0), source)
+    # Rounded, so that the programs kept from another start, with a little more or less in use,
+    # are for the same number of blocks.
+    return MemoryBudget(free // _GRANULE_BYTES * _GRANULE_BYTES, source)
 
 
 def num_kv_blocks(

@@ -17,24 +17,29 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxserve.engine.buckets import Bucket
-from jaxserve.engine.forward_batch import NO_TARGET, BatchLayout
+from jaxserve.engine.executables import ExecutableCache
+from jaxserve.engine.forward_batch import BatchLayout
+from jaxserve.engine.logprobs import make_logprobs, tile_size
 from jaxserve.engine.step import make_step
 from jaxserve.model.definition import ModelDefinition
 from jaxserve.sampling import load_slot, new_slot_state, num_mask_words
 from sharding import KV_CACHE_SPEC, shardings
 
-COMPILE_THREADS = 8
+COMPILE_THREADS = 16
 
 
 @dataclass(frozen=True)
 class Programs:
-    """The compiled step of each bucket, and the one that fills a slot's sampling state."""
+    """What serving runs, by bucket, and the program that fills a slot's sampling state."""
 
     steps: dict[Bucket, Callable]
+    decode_steps: dict[Bucket, Callable]
+    """Several decode steps in one; of the buckets where that pays."""
+    logprobs: dict[Bucket, Callable]
     layouts: dict[Bucket, BatchLayout]
     load_slot: Callable
     temp_bytes: int
-    """Largest scratch memory of any step on one device."""
+    """Largest scratch memory of any program on one device."""
 
 
 def use_compilation_cache(folder: str | None) -> None:
@@ -54,6 +59,22 @@ def use_compilation_cache(folder: str | None) -> None:
         )
     jax.config.update("jax_compilation_cache_dir", chosen)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+
+def input_sharding(mesh: Mesh) -> NamedSharding:
+    """Where the host leaves a packed batch.
+
+    For a GPU, in host memory that it can read itself: a copy to the device by the host would wait
+    for the step in flight, and the next launch for the copy.
+    """
+    on_gpu = mesh.devices.flat[0].platform == "gpu"
+    return NamedSharding(mesh, P(), memory_kind="pinned_host" if on_gpu else None)
+
+
+def executables_folder() -> Path | None:
+    """Where to keep whole executables: beside what JAX keeps, if it keeps anything on disk."""
+    folder = jax.config.jax_compilation_cache_dir
+    return Path(folder) / "executables" if folder and "://" not in folder else None
 
 
 def abstract_arguments(
@@ -79,7 +100,7 @@ def abstract_arguments(
     kv_cache = struct(jax.ShapeDtypeStruct(shape, definition.dtype), KV_CACHE_SPEC)
     slots = jax.eval_shape(lambda: new_slot_state(max_num_seqs, definition.config.vocab_size))
     slots = jax.tree.map(lambda x: struct(x, P()), slots)
-    packed = struct(jax.ShapeDtypeStruct((layout.size,), jnp.int32), P())
+    packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32, sharding=input_sharding(mesh))
     masks_shape = token_masks_shape(layout.bucket, definition.config.vocab_size)
     token_masks = struct(jax.ShapeDtypeStruct(masks_shape, jnp.int32), P())
     return params, (kv_cache,) * definition.config.num_layers, slots, packed, token_masks
@@ -97,32 +118,75 @@ def compile_programs(
     num_blocks: int,
     max_num_seqs: int,
     max_logprobs: int,
+    num_decode_steps: int,
+    cache: ExecutableCache,
 ) -> Programs:
-    """Compile the step for every layout, several at a time."""
+    """Compile what every layout needs, several programs at a time.
 
-    def compile_step(layout: BatchLayout):
-        step = make_step(definition, mesh, layout, max_logprobs)
-        arguments = abstract_arguments(definition, mesh, layout, num_blocks, max_num_seqs)
-        return step.lower(*arguments).compile()
+    Buckets of decode rows alone (a row for each token) get `num_decode_steps` in one program too.
+    """
+    replicated = NamedSharding(mesh, P())
+
+    def compile_step(layout: BatchLayout, num_steps: int) -> Callable:
+        def compile_it() -> jax.stages.Compiled:
+            step = make_step(definition, mesh, layout, num_steps)
+            arguments = abstract_arguments(definition, mesh, layout, num_blocks, max_num_seqs)
+            return step.lower(*arguments).compile()
+
+        return cache.load_or_compile(compile_it, "step", layout, num_steps, num_blocks)
+
+    def compile_logprobs(layout: BatchLayout) -> Callable:
+        num_tokens, num_rows = layout.bucket.num_tokens, layout.bucket.num_rows
+
+        def struct(shape: tuple[int, ...], dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated)
+
+        params, *_ = abstract_arguments(definition, mesh, layout, num_blocks, max_num_seqs)
+        hidden = struct((num_tokens, definition.config.hidden_size), definition.dtype)
+        sampled = struct((1, num_rows), jnp.int32)
+        queries = struct((tile_size(layout), 2), jnp.int32)
+        program = make_logprobs(definition, mesh, max_logprobs)
+        return cache.load_or_compile(
+            lambda: program.lower(params, hidden, sampled, queries).compile(),
+            "logprobs",
+            layout,
+            max_logprobs,
+        )
 
     with ThreadPoolExecutor(COMPILE_THREADS) as pool:
-        steps = dict(zip(layouts, pool.map(compile_step, layouts.values()), strict=True))
+
+        def start(compile_one: Callable, *args: int, only_decode: bool = False) -> dict:
+            return {  # the largest takes longest: first
+                bucket: pool.submit(compile_one, layout, *args)
+                for bucket, layout in reversed(layouts.items())
+                if not only_decode or bucket.num_rows == bucket.num_tokens
+            }
+
+        started = [
+            start(compile_step, 1),
+            start(compile_step, num_decode_steps, only_decode=True) if num_decode_steps > 1 else {},
+            start(compile_logprobs),
+        ]
+        steps, decode_steps, logprobs = (
+            {bucket: future.result() for bucket, future in futures.items()} for futures in started
+        )
 
     _, _, slots, *_ = abstract_arguments(
         definition, mesh, next(iter(layouts.values())), num_blocks, max_num_seqs
     )
     rows = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=NamedSharding(mesh, P())),
-        slots,
+        lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=replicated), slots
     )
-    slot = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
+    slot = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
     load = jax.jit(load_slot, donate_argnums=0).lower(slots, slot, *rows[1:]).compile()
-    temp_bytes = max(step.memory_analysis().temp_size_in_bytes for step in steps.values())
-    return Programs(steps, layouts, load, temp_bytes)
+    temp_bytes = max(
+        program.memory_analysis().temp_size_in_bytes
+        for programs in (steps, decode_steps, logprobs)
+        for program in programs.values()
+    )
+    return Programs(steps, decode_steps, logprobs, layouts, load, temp_bytes)
 
 
 def padding_batch(layout: BatchLayout) -> np.ndarray:
     """A packed batch without a request: what warm-up runs."""
-    packed = np.zeros(layout.size, np.int32)
-    layout.split(packed)[1].fill(NO_TARGET)
-    return packed
+    return np.zeros(layout.size, np.int32)

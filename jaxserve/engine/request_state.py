@@ -6,11 +6,10 @@ The scheduler's Request has only what it decides on; the rest lives here.
 import time
 from dataclasses import dataclass, field
 
-import numpy as np
 from llguidance import LLMatcher
 
 from jaxserve.outputs import Logprob, OutputDelta, RequestMetrics, RequestOutput
-from jaxserve.sampling import SampleOutput
+from jaxserve.sampling import TokenLogprobs
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.detokenizer import IncrementalDetokenizer
 from jaxserve.text.tokenizer import Tokenizer
@@ -44,8 +43,14 @@ class RequestState:
     def prompt_token_ids(self) -> list[int]:
         return self.request.prompt_token_ids
 
+    @property
+    def takes_single_steps(self) -> bool:
+        """Whether the host has something to do between any two of its tokens."""
+        return self.params.logprobs is not None or self.matcher is not None
+
     def advance(self, event: TokenEvent, logprobs: dict[int, Logprob] | None) -> OutputDelta:
-        """Take one sampled token; its finish reason becomes "stop" if it ends a stop string."""
+        """Take the sampled tokens; the finish reason becomes "stop" if one ends a stop string, and
+        those after it are dropped."""
         now = time.monotonic()
         if self.metrics.first_token_s is None:
             self.metrics.first_token_s = now
@@ -54,11 +59,14 @@ class RequestState:
         if event.stop_token_id is not None and event.stop_token_id not in self.eos_token_ids:
             stop_reason = event.stop_token_id
         text = ""
+        token_ids = event.token_ids
         if self.detokenizer is not None:
             hidden = event.stop_token_id is not None and not self.params.include_stop_str_in_output
-            shown = [] if hidden else [event.token_id]
+            shown = token_ids[:-1] if hidden else token_ids
+            num_before = self.detokenizer.num_tokens
             text = self.detokenizer.push(shown, finished=finish is not None)
             if self.detokenizer.stop_string is not None:
+                token_ids = token_ids[: self.detokenizer.num_tokens - num_before]
                 finish = FinishReason.STOP
                 stop_reason = self.detokenizer.stop_string
         if finish is not None:
@@ -67,7 +75,7 @@ class RequestState:
             request_id=self.parent_id,
             index=self.index,
             text=text,
-            token_ids=(event.token_id,),
+            token_ids=token_ids,
             logprobs=() if logprobs is None else (logprobs,),
             finish_reason=None if finish is None else finish.value,
             stop_reason=stop_reason,
@@ -89,18 +97,18 @@ class RequestState:
         )
 
     def logprobs_at(
-        self, output: SampleOutput, position: int, token_id: int, num_candidates: int
+        self, logprobs: TokenLogprobs, position: int, token_id: int, num_candidates: int
     ) -> dict[int, Logprob]:
         """The token's own log-probability and the most likely candidates', by token id.
 
-        `output` holds NumPy arrays of a finished step; `position` is the row to read.
+        `logprobs` holds NumPy arrays; `position` is the one to read.
         """
         entries = {
-            token_id: (float(output.logprobs[position]), int(output.ranks[position])),
+            token_id: (float(logprobs.logprobs[position]), int(logprobs.ranks[position])),
         }
         for rank in range(num_candidates):
-            candidate = int(output.top_token_ids[position, rank])
-            logprob = float(output.top_logprobs[position, rank])
+            candidate = int(logprobs.top_token_ids[position, rank])
+            logprob = float(logprobs.top_logprobs[position, rank])
             entries.setdefault(candidate, (logprob, rank + 1))
         return {
             token: Logprob(logprob, rank, self._token_text(token))
@@ -111,12 +119,12 @@ class RequestState:
         return None if self.tokenizer is None else self.tokenizer.token_text(token_id)
 
     def prompt_logprobs_of(
-        self, output: SampleOutput, start: int, flat: int, num_tokens: int
+        self, logprobs: TokenLogprobs, start: int, first_index: int, num_tokens: int
     ) -> OutputDelta | None:
         """The prompt log-probabilities of one chunk that have not been reported yet.
 
-        The chunk holds positions start .. start + num_tokens - 1 at flat index `flat`; position p
-        tells about prompt token p + 1.
+        The chunk holds positions start .. start + num_tokens - 1, the first of them at
+        `first_index` of `logprobs`; position p tells about prompt token p + 1.
         """
         if self.params.prompt_logprobs is None or self.index != 0:
             return None
@@ -126,9 +134,9 @@ class RequestState:
             entries.append(None)
         first = max(start + 1, self.num_prompt_logprobs)
         for target in range(first, min(start + num_tokens, len(prompt) - 1) + 1):
-            position = flat + target - 1 - start
+            position = first_index + target - 1 - start
             entries.append(
-                self.logprobs_at(output, position, prompt[target], self.params.prompt_logprobs)
+                self.logprobs_at(logprobs, position, prompt[target], self.params.prompt_logprobs)
             )
         if not entries:
             return None
@@ -142,8 +150,3 @@ class Submission:
 
     output: RequestOutput
     states: list[RequestState] = field(default_factory=list)
-
-
-def to_numpy(output: SampleOutput) -> SampleOutput:
-    """Fetch a step's sampled values to the host."""
-    return SampleOutput(*(np.asarray(x) for x in output))

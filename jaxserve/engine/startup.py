@@ -1,7 +1,8 @@
 """From a configuration to everything a running engine holds, phase by phase."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +14,15 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.buckets import Bucket, make_buckets
+from jaxserve.engine.buckets import Bucket, make_buckets, pick_bucket
+from jaxserve.engine.executables import ExecutableCache
 from jaxserve.engine.forward_batch import BatchLayout
 from jaxserve.engine.memory import kv_cache_budget, num_kv_blocks
 from jaxserve.engine.programs import (
     Programs,
     compile_programs,
+    executables_folder,
+    input_sharding,
     padding_batch,
     token_masks_shape,
     use_compilation_cache,
@@ -30,6 +34,10 @@ from jaxserve.sampling import SlotState, new_slot_state
 from jaxserve.text.tokenizer import Tokenizer
 from scheduler import SchedulerConfig
 from sharding import make_mesh
+
+GPU_SCHEDULER_STEPS = 8
+MAX_DISPATCH_S = 0.02
+"""Decode steps are put in one dispatch where they take no longer than this together."""
 
 
 @dataclass
@@ -43,13 +51,22 @@ class EngineParts:
     max_blocks: int
     buckets: tuple[Bucket, ...]
     programs: Programs
+    steps_per_dispatch: int
+    """Of decode rows, in the buckets that `programs.decode_steps` has."""
     no_masks: dict[Bucket, jax.Array]
     """The token masks of a step without a grammar, which are not read."""
     replicated: NamedSharding
+    host_input: NamedSharding
+    """Where a packed batch goes."""
     params: Any
     kv_caches: tuple[jax.Array, ...]
     slots: SlotState
     phases_s: dict[str, float]
+
+    def num_decode_steps(self, num_running: int) -> int:
+        """How many steps one dispatch may take, should all `num_running` sequences decode."""
+        bucket = pick_bucket(self.buckets, max(num_running, 1))
+        return self.steps_per_dispatch if bucket in self.programs.decode_steps else 1
 
     def make_state(self) -> None:
         """Make the KV cache and the slots' state anew, empty."""
@@ -117,45 +134,87 @@ def start(config: EngineConfig) -> EngineParts:
         tokenizer = None if config.skip_tokenizer_init else Tokenizer(folder)
         eos = model_config.eos_token_ids if tokenizer is None else tokenizer.eos_token_ids
 
+    steps_per_dispatch = config.num_scheduler_steps or (GPU_SCHEDULER_STEPS if on_gpu else 1)
     bytes_per_block = definition.kv_block_bytes(config.block_size)
     max_blocks = -(-max_model_len // config.block_size)
     buckets = make_buckets(max_num_seqs, max_num_batched_tokens)
     layouts = {b: BatchLayout(b, max_blocks, config.block_size) for b in buckets}
 
+    if impl != "reference":
+        # It registers the calls that executables from disk make; only tracing would import it.
+        import pallas_kernels.paged_attention.gpu  # noqa: F401
+
+    replicated = NamedSharding(mesh, P())
+    cache = ExecutableCache(
+        executables_folder() if on_gpu else None, mesh, model_config, dtype, impl, max_num_seqs
+    )
+
     def blocks_beside(temp_bytes: int) -> int:
         budget = kv_cache_budget(
-            device, config.kv_cache_memory_bytes, config.gpu_memory_utilization, temp_bytes
+            device,
+            config.kv_cache_memory_bytes,
+            config.gpu_memory_utilization,
+            weight_bytes,
+            temp_bytes,
         )
         return num_kv_blocks(budget, bytes_per_block, config.block_size, max_model_len)
 
-    def compiled(num_blocks: int, chosen: dict[Bucket, BatchLayout]) -> Programs:
+    def load() -> Any:
+        with phase("weights"):
+            params = load_model_params(folder, definition, mesh, config.load_format, config.seed)
+            return jax.block_until_ready(params)
+
+    def compiled(num_blocks: int) -> Programs:
         return compile_programs(
-            definition, mesh, chosen, num_blocks, max_num_seqs, config.max_logprobs
+            definition,
+            mesh,
+            layouts,
+            num_blocks,
+            max_num_seqs,
+            config.max_logprobs,
+            steps_per_dispatch,
+            cache,
         )
 
-    with phase("weights"):
-        # A cache that cannot fit even without weights is refused before they are loaded.
-        blocks_beside(0)
-        params = load_model_params(folder, definition, mesh, config.load_format, config.seed)
-        slots = _make_slots(max_num_seqs, model_config.vocab_size, NamedSharding(mesh, P()))
-        jax.block_until_ready((params, slots))
-
-    with phase("compile"):
-        num_blocks = blocks_beside(0)
-        if on_gpu and config.kv_cache_memory_bytes is None:
-            # Scratch memory is known only once the largest step is compiled, whatever the pool.
-            largest = compiled(num_blocks, {buckets[-1]: layouts[buckets[-1]]})
-            num_blocks = blocks_beside(largest.temp_bytes)
-        programs = compiled(num_blocks, layouts)
+    slots = jax.block_until_ready(_make_slots(max_num_seqs, model_config.vocab_size, replicated))
+    weight_bytes = definition.param_bytes(mesh)
+    scratch_bytes = _expected_scratch_bytes(definition, buckets[-1])
+    # A cache that cannot fit is refused before anything is loaded.
+    num_blocks = blocks_beside(scratch_bytes)
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(load)
+        if not on_gpu:
+            loading.result()  # compiling takes all of a CPU; and a bad file is refused at once
+        with phase("compile"):
+            programs = compiled(num_blocks)
+            measured = on_gpu and config.kv_cache_memory_bytes is None
+            if measured and programs.temp_bytes > scratch_bytes:
+                num_blocks -= -(-(programs.temp_bytes - scratch_bytes) // bytes_per_block)
+                programs = compiled(num_blocks)
+        params = loading.result()
 
     with phase("warm_up"):
         kv_caches = definition.init_kv_caches(num_blocks, config.block_size, mesh)
-        replicated = NamedSharding(mesh, P())
+        host_input = input_sharding(mesh)
         no_masks = _make_no_masks(buckets, model_config.vocab_size, replicated)
-        for bucket, step in programs.steps.items():
-            packed = jax.device_put(padding_batch(layouts[bucket]), replicated)
+
+        def warm(step: Callable, bucket: Bucket) -> None:
+            nonlocal kv_caches, slots
+            packed = jax.device_put(padding_batch(layouts[bucket]), host_input)
             kv_caches, slots, output = step(params, kv_caches, slots, packed, no_masks[bucket])
-        jax.block_until_ready(output)
+            jax.block_until_ready(output)
+
+        for steps in (programs.steps, programs.decode_steps):
+            for bucket, step in steps.items():
+                warm(step, bucket)
+        if on_gpu and config.num_scheduler_steps is None:
+            # Several steps at once hide the host where a step is short; where it is long, they
+            # would only hold up whoever arrives.
+            for bucket, step in list(programs.decode_steps.items()):
+                begin = time.perf_counter()
+                warm(step, bucket)
+                if time.perf_counter() - begin > MAX_DISPATCH_S:
+                    del programs.decode_steps[bucket]
 
     return EngineParts(
         definition=definition,
@@ -173,8 +232,10 @@ def start(config: EngineConfig) -> EngineParts:
         max_blocks=max_blocks,
         buckets=buckets,
         programs=programs,
+        steps_per_dispatch=steps_per_dispatch,
         no_masks=no_masks,
         replicated=replicated,
+        host_input=host_input,
         params=params,
         kv_caches=kv_caches,
         slots=slots,
@@ -184,6 +245,15 @@ def start(config: EngineConfig) -> EngineParts:
 
 def _make_slots(max_num_seqs: int, vocab_size: int, sharding: NamedSharding) -> SlotState:
     return jax.jit(lambda: new_slot_state(max_num_seqs, vocab_size), out_shardings=sharding)()
+
+
+def _expected_scratch_bytes(definition: ModelDefinition, largest: Bucket) -> int:
+    """More than the largest program is expected to need: the logits, a few times over, and what
+    one layer makes of all tokens."""
+    config = definition.config
+    logits = 4 * largest.num_rows * config.vocab_size
+    width = 4 * config.intermediate_size + 8 * config.hidden_size
+    return 8 * logits + largest.num_tokens * width * definition.dtype.itemsize + (256 << 20)
 
 
 def _make_no_masks(

@@ -44,7 +44,7 @@ class StepStats:
     """By kind: from a step's launch, or the end of the one before it if that is later, until its
     tokens were on the host."""
     host_gap_s: Histogram = field(default_factory=lambda: Histogram.of(_GAP_BOUNDS_S))
-    """How long the device may have waited for a launch, at most: 0 if the step before was still
+    """How long the device may have waited for a launch, at most: 0 if the dispatch before was still
     running by then, else the host's time since the result before that."""
     num_tokens: Histogram = field(default_factory=lambda: Histogram.of(_TOKEN_BOUNDS))
     """Tokens in a step."""
@@ -53,8 +53,9 @@ class StepStats:
         kind = "mixed"
         if scheduled.num_decode in (0, len(scheduled.scheduled)):
             kind = "decode" if scheduled.num_decode else "prefill"
-        self.step_time_s[kind].observe(seconds)
-        self.num_tokens.observe(scheduled.num_tokens)
+        num_steps = scheduled.num_steps
+        self.step_time_s[kind].observe(seconds / num_steps, num_steps)
+        self.num_tokens.observe(scheduled.num_tokens, num_steps)
 
     def copy(self) -> "StepStats":
         return StepStats(

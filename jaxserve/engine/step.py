@@ -13,45 +13,59 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int32
 
-from jaxserve.engine.forward_batch import FROM_SLOT, NO_TARGET, BatchLayout, ForwardBatch
+from jaxserve.engine.forward_batch import FROM_SLOT, BatchLayout
 from jaxserve.model.definition import ModelDefinition
-from jaxserve.sampling import SampleOutput, SlotState, sample, token_logprobs
+from jaxserve.sampling import SlotState, sample
 from sharding import KV_CACHE_SPEC, partition_specs
-
-PROMPT_LOGPROBS_TILE = 64
-"""Positions whose logits exist at one time: T x V would not fit."""
 
 
 class StepOutput(NamedTuple):
-    """What a step leaves on the device for the host to read one step later."""
+    """What a dispatch leaves on the device for the host to read one dispatch later."""
 
-    sampled: SampleOutput
-    prompt: SampleOutput
-    """At each flat token: its prompt target's log-probability, rank and the candidates."""
+    token_ids: Int32[Array, "steps B"]
+    """Sampled; they mean something in rows that sample."""
+    hidden: Float[Array, "T D"] | None
+    """After the final norm, where there is one step."""
 
 
 def make_step(
-    definition: ModelDefinition, mesh: Mesh, layout: BatchLayout, max_logprobs: int
+    definition: ModelDefinition, mesh: Mesh, layout: BatchLayout, num_steps: int
 ) -> Callable[..., tuple[tuple[Float[Array, "P K 2 S H"], ...], SlotState, StepOutput]]:
     """The step for one bucket:
     (params, kv_caches, slots, packed, token_masks) -> (kv_caches, slots, output).
 
-    Runs under `shard_map` over the mesh's tensor axis; `kv_caches` and `slots` are donated.
+    With `num_steps` over 1, that many steps of rows that decode, one after another: a dispatch
+    costs the host more than a small step costs the device. Runs under `shard_map` over the mesh's
+    tensor axis; `kv_caches` and `slots` are donated.
     """
 
-    def step(params, kv_caches, slots: SlotState, packed: Int32[Array, "size"], token_masks):
-        batch = layout.unpack(packed)
+    def step(params, kv_caches, slots: SlotState, packed: Int32[Array, "size"], token_masks, index):
+        batch = layout.unpack(packed, index)
         model = definition.bind(params)
         from_slot = batch.token_ids == FROM_SLOT
         token_ids = jnp.where(from_slot, slots.last_token[batch.token_slots], batch.token_ids)
         hidden, kv_caches = model(token_ids, kv_caches, batch.attention)
         logits = model.logits(hidden[batch.last_tokens])
-        prompt = _prompt_logprobs(model, hidden, batch, max_logprobs)
-        sampled, slots = sample(logits, batch.rows, slots, token_masks, max_logprobs=max_logprobs)
-        return kv_caches, slots, StepOutput(sampled, prompt)
+        sampled, slots = sample(logits, batch.rows, slots, token_masks)
+        return kv_caches, slots, sampled, hidden
+
+    def one_step(params, kv_caches, slots, *inputs):
+        kv_caches, slots, sampled, hidden = step(params, kv_caches, slots, *inputs, 0)
+        return kv_caches, slots, StepOutput(sampled[None], hidden)
+
+    def several_steps(params, kv_caches, slots, *inputs):
+        def body(index, carry):
+            kv_caches, slots, token_ids = carry
+            kv_caches, slots, sampled, _ = step(params, kv_caches, slots, *inputs, index)
+            return kv_caches, slots, token_ids.at[index].set(sampled)
+
+        token_ids = jnp.zeros((num_steps, layout.bucket.num_rows), jnp.int32)
+        carry = (kv_caches, slots, token_ids)
+        kv_caches, slots, token_ids = jax.lax.fori_loop(0, num_steps, body, carry)
+        return kv_caches, slots, StepOutput(token_ids, None)
 
     sharded = jax.shard_map(
-        step,
+        one_step if num_steps == 1 else several_steps,
         mesh=mesh,
         in_specs=(
             partition_specs(definition.abstract_params),
@@ -63,28 +77,10 @@ def make_step(
         out_specs=(KV_CACHE_SPEC, P(), P()),
         check_vma=False,
     )
-    return jax.jit(sharded, donate_argnums=(1, 2))
 
+    def from_host(params, kv_caches, slots, packed, token_masks):
+        packed = jax.device_put(packed, jax.memory.Space.Device)
+        return sharded(params, kv_caches, slots, packed, token_masks)
 
-def _prompt_logprobs(
-    model, hidden: Float[Array, "T D"], batch: ForwardBatch, max_logprobs: int
-) -> SampleOutput:
-    num_tokens = hidden.shape[0]
-    tile = min(PROMPT_LOGPROBS_TILE, num_tokens)
-    num_tiles = -(-num_tokens // tile)
-    padding = num_tiles * tile - num_tokens
-
-    def compute() -> SampleOutput:
-        tiles = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(num_tiles, tile, -1)
-        targets = jnp.maximum(jnp.pad(batch.prompt_targets, (0, padding)), 0)
-        targets = targets.reshape(num_tiles, tile)
-        outputs = jax.lax.map(
-            lambda x: SampleOutput(x[1], *token_logprobs(model.logits(x[0]), x[1], max_logprobs)),
-            (tiles, targets),
-        )
-        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_tokens], outputs)
-
-    def skip() -> SampleOutput:
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute))
-
-    return jax.lax.cond(jnp.any(batch.prompt_targets != NO_TARGET), compute, skip)
+    on_gpu = mesh.devices.flat[0].platform == "gpu"
+    return jax.jit(from_host if on_gpu else sharded, donate_argnums=(1, 2))

@@ -7,6 +7,13 @@ from jaxtyping import Array, Float, Int32
 from pallas_kernels.paged_attention import paged_attention
 
 AttentionImpl = Literal["reference", "triton", "mosaic"]
+KernelImpl = Literal["reference", "triton"]
+"""Of the kernels beside attention."""
+
+
+def kernel_impl(impl: AttentionImpl) -> KernelImpl:
+    """What goes with this attention: plain JAX, or else Triton."""
+    return "reference" if impl == "reference" else "triton"
 
 
 class AttentionBatch(NamedTuple):

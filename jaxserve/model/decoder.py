@@ -1,10 +1,13 @@
 """The decoder that all architectures share: pre-norm layers on a residual stream."""
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
-from jaxserve.model.attention import AttentionBatch, AttentionImpl
+from jaxserve.model.attention import AttentionBatch, AttentionImpl, kernel_impl
 from jaxserve.model.config import ModelConfig
 from jaxserve.model.layers import Attention, AttentionOptions, GatedMLP, RMSNorm, Vocabulary
 from jaxserve.model.rope import RopeAngles, rope_angles
@@ -15,21 +18,29 @@ class DecoderLayer(nnx.Module):
     """Attention and MLP, each added to the residual stream."""
 
     def __init__(self, config: ModelConfig, attn: Attention, dtype: jnp.dtype) -> None:
-        self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        def norm() -> RMSNorm:
+            impl = kernel_impl(attn.impl)
+            return RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, impl)
+
+        self.attn_norm = norm()
         self.attn = attn
-        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.mlp_norm = norm()
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, dtype)
 
     def __call__(
         self,
         x: Float[Array, "T D"],
+        delta: Float[Array, "T D"],
         angles: RopeAngles,
         kv_cache: Float[Array, "P K 2 S H"],
         batch: AttentionBatch,
-    ) -> tuple[Float[Array, "T D"], Float[Array, "P K 2 S H"]]:
-        attended, kv_cache = self.attn(self.attn_norm(x), angles, kv_cache, batch)
-        x = x + attended
-        return x + self.mlp(self.mlp_norm(x)), kv_cache
+    ) -> tuple[Float[Array, "T D"], Float[Array, "T D"], Float[Array, "P K 2 S H"]]:
+        """The residual stream is x + delta on the way in and out: each sum is left to the norm
+        that reads it."""
+        x, normed = self.attn_norm.after_adding(x, delta)
+        attended, kv_cache = self.attn(normed, angles, kv_cache, batch)
+        x, normed = self.mlp_norm.after_adding(x, attended)
+        return x, self.mlp(normed), kv_cache
 
 
 class CausalLM(nnx.Module):
@@ -52,7 +63,7 @@ class CausalLM(nnx.Module):
         self.config = config
         self.embed = vocabulary()
         self.layers = nnx.List([layer(index) for index in range(config.num_layers)])
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, kernel_impl(impl))
         self.head = None if config.tie_word_embeddings else vocabulary()
 
     @staticmethod
@@ -68,20 +79,36 @@ class CausalLM(nnx.Module):
     ) -> tuple[Float[Array, "T D"], tuple[Float[Array, "P K 2 S H"], ...]]:
         """The hidden states after the final norm, and the caches with this step's K and V.
 
-        The layers are unrolled: a scan over stacked caches would copy the cache every layer.
+        The layers are unrolled: a scan over stacked caches would copy the cache every layer. Those
+        of one kind are traced and lowered once; XLA inlines the calls.
         """
         config = self.config
         angles = rope_angles(
             batch.positions, config.head_dim, config.rope_theta, config.rope_scaling
         )
         x = self.embed.embed(token_ids)
+        delta = jnp.zeros_like(x)
         written = []
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-            x, kv_cache = layer(x, angles, kv_cache, batch)
+            x, delta, kv_cache = _run_layer(*nnx.split(layer), x, delta, angles, kv_cache, batch)
             written.append(kv_cache)
-        return self.norm(x), tuple(written)
+        _, normed = self.norm.after_adding(x, delta)
+        return normed, tuple(written)
 
     def logits(self, hidden: Float[Array, "n D"]) -> Float32[Array, "n V"]:
         """The scores of the whole vocabulary, on every shard."""
         rows = self.embed if self.head is None else self.head
         return rows.logits(hidden, self.config.vocab_size)
+
+
+@partial(jax.jit, static_argnums=0)
+def _run_layer(
+    graph: nnx.GraphDef[DecoderLayer],
+    state: nnx.State,
+    x: Float[Array, "T D"],
+    delta: Float[Array, "T D"],
+    angles: RopeAngles,
+    kv_cache: Float[Array, "P K 2 S H"],
+    batch: AttentionBatch,
+) -> tuple[Float[Array, "T D"], Float[Array, "T D"], Float[Array, "P K 2 S H"]]:
+    return nnx.merge(graph, state)(x, delta, angles, kv_cache, batch)

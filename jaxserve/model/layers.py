@@ -12,10 +12,18 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
-from jaxserve.model.attention import AttentionBatch, AttentionImpl, attend
+from jaxserve.model.attention import (
+    AttentionBatch,
+    AttentionImpl,
+    KernelImpl,
+    attend,
+    kernel_impl,
+)
 from jaxserve.model.config import ModelConfig
-from jaxserve.model.rope import RopeAngles, apply_rope
+from jaxserve.model.rope import RopeAngles
 from jaxserve.model.sizes import GlobalSizes
+from pallas_kernels.add_rms_norm import add_rms_norm
+from pallas_kernels.qkv_rope import qkv_rope
 from sharding import all_gather, all_reduce, shard_index
 
 
@@ -60,17 +68,25 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Root mean square norm (arXiv:1910.07467) over the last dimension."""
+    """Root mean square norm (arXiv:1910.07467) of what a layer before it adds to the residual."""
 
-    def __init__(self, size: int, eps: float, dtype: jnp.dtype) -> None:
+    def __init__(self, size: int, eps: float, dtype: jnp.dtype, impl: KernelImpl) -> None:
         self.weight = nnx.Param(jnp.zeros((size,), dtype))
         self.eps = eps
+        self.impl = impl
 
-    def __call__(self, x: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
-        wide = x.astype(jnp.float32)
-        mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
-        scaled = wide * jax.lax.rsqrt(mean_square + self.eps) * self.weight[...]
-        return scaled.astype(x.dtype)
+    def after_adding(
+        self, x: Float[Array, "T D"], delta: Float[Array, "T D"]
+    ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
+        """(x + delta, the norm of that)."""
+        return add_rms_norm(x, delta, self.weight[...], eps=self.eps, impl=self.impl)
+
+
+class HeadNorm(nnx.Module):
+    """The weight of a norm of each head; `qkv_rope` applies it."""
+
+    def __init__(self, head_dim: int, dtype: jnp.dtype) -> None:
+        self.weight = nnx.Param(jnp.zeros((head_dim,), dtype))
 
 
 class Vocabulary(nnx.Module):
@@ -120,14 +136,15 @@ class Attention(nnx.Module):
         dtype: jnp.dtype,
         impl: AttentionImpl,
     ) -> None:
-        def head_norm() -> RMSNorm | None:
-            return RMSNorm(config.head_dim, config.rms_norm_eps, dtype) if options.qk_norm else None
+        def head_norm() -> HeadNorm | None:
+            return HeadNorm(config.head_dim, dtype) if options.qk_norm else None
 
         hidden, heads = config.hidden_size, (sizes.num_kv_heads, sizes.group_size + 2)
         self.qkv = Linear((*heads, config.head_dim, hidden), dtype, bias=options.qkv_bias)
         self.q_norm = head_norm()
         self.k_norm = head_norm()
         self.o = Linear((hidden, config.num_heads * config.head_dim), dtype, bias=options.o_bias)
+        self.norm_eps = config.rms_norm_eps
         self.sliding_window = options.sliding_window
         self.impl = impl
 
@@ -139,22 +156,26 @@ class Attention(nnx.Module):
         batch: AttentionBatch,
     ) -> tuple[Float[Array, "T D"], Float[Array, "P K 2 S H"]]:
         """N, K and the cache are this shard's."""
-        qkv = self.qkv.split_by_output(x)
-        q, k, v = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        num_tokens, head_dim = len(x), qkv.shape[-1]
+        q, k, v = qkv_rope(
+            linear(x, self.qkv.weight[...]),
+            None if self.qkv.bias is None else self.qkv.bias[...],
+            None if self.q_norm is None else self.q_norm.weight[...],
+            None if self.k_norm is None else self.k_norm.weight[...],
+            *angles,
+            eps=self.norm_eps,
+            impl=kernel_impl(self.impl),
+        )
         attended, kv_cache = attend(
-            apply_rope(q, angles).reshape(num_tokens, -1, head_dim),
-            apply_rope(k, angles),
+            q,
+            k,
             v,
             kv_cache,
             batch,
-            scale=head_dim**-0.5,
+            scale=q.shape[-1] ** -0.5,
             sliding_window=self.sliding_window,
             impl=self.impl,
         )
-        return self.o.split_by_input(attended.reshape(num_tokens, -1)), kv_cache
+        return self.o.split_by_input(attended.reshape(len(x), -1)), kv_cache
 
 
 class GatedMLP(nnx.Module):

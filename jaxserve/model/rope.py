@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float32, Int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +118,3 @@ def rope_angles(
     frequencies, factor = inverse_frequencies(head_dim, theta, scaling)
     angles = positions[:, None].astype(jnp.float32) * frequencies
     return RopeAngles(jnp.cos(angles) * factor, jnp.sin(angles) * factor)
-
-
-def apply_rope(x: Float[Array, "T *heads H"], angles: RopeAngles) -> Float[Array, "T *heads H"]:
-    """Turn each head of x by its token's angles, in float32."""
-    heads = tuple(range(1, x.ndim - 1))
-    cos, sin = (jnp.expand_dims(part, heads) for part in angles)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = (first * cos - second * sin, second * cos + first * sin)
-    return jnp.concatenate(turned, axis=-1).astype(x.dtype)

@@ -1,6 +1,6 @@
 """From logits to tokens, on the device, every row with its own parameters."""
 
-from jaxserve.sampling.sampler import SampleOutput, SamplingRows, sample, token_logprobs
+from jaxserve.sampling.sampler import SamplingRows, TokenLogprobs, sample, token_logprobs
 from jaxserve.sampling.slot_state import (
     SlotState,
     check_token_ids,
@@ -12,9 +12,9 @@ from jaxserve.sampling.slot_state import (
 from jaxserve.sampling.token_mask import num_mask_words
 
 __all__ = [
-    "SampleOutput",
     "SamplingRows",
     "SlotState",
+    "TokenLogprobs",
     "check_token_ids",
     "load_slot",
     "needs_slot_state",

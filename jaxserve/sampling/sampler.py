@@ -1,9 +1,9 @@
 """Logits to token ids inside the one jitted step.
 
-The order is vLLM's: raw log-probabilities are what is reported; then min_tokens, logit_bias and
-allowed_token_ids, bad_words, the grammar's mask, penalties; then the argmax, or temperature, min_p,
-top_k, top_p and a draw. Each part runs only in steps in which some row asks for it, and changes
-only such rows, so a row's token does not depend on what the other rows ask for.
+The order is vLLM's: min_tokens, logit_bias and allowed_token_ids, bad_words, the grammar's mask,
+penalties; then the argmax, or temperature, min_p, top_k, top_p and a draw. Each part runs only in
+steps in which some row asks for it, and changes only such rows, so a row's token does not depend on
+what the other rows ask for.
 """
 
 from typing import NamedTuple
@@ -38,8 +38,6 @@ class SamplingRows(NamedTuple):
     """The request's threefry key."""
     output_index: Int32[Array, "B"]
     """How many tokens the request has put out; folded into the key."""
-    num_logprobs: Int32[Array, "B"]
-    """-1 = none; 0 = the sampled token's alone."""
     has_bias: Bool[Array, "B"]
     """Whether the slot's logit_bias applies (logit_bias, allowed_token_ids or bad_words)."""
     has_bad_words: Bool[Array, "B"]
@@ -50,33 +48,26 @@ class SamplingRows(NamedTuple):
     """Whether min_tokens is not reached yet."""
 
 
-class SampleOutput(NamedTuple):
-    """`token_ids` mean something in rows that sample. Log-probabilities are natural, of the raw
-    logits, and zero in steps that no row asks for them; candidates come most likely first. A rank
-    is 1 + the number of tokens that are more likely."""
+class TokenLogprobs(NamedTuple):
+    """Of one token at each of n positions, and of the most likely ones there: natural
+    log-probabilities of the raw logits. Candidates come most likely first, the lowest id first
+    where they tie; a rank is 1 + the number of tokens that are more likely."""
 
-    token_ids: Int32[Array, "B"]
-    logprobs: Float32[Array, "B"]
-    ranks: Int32[Array, "B"]
-    top_token_ids: Int32[Array, "B max_logprobs"]
-    top_logprobs: Float32[Array, "B max_logprobs"]
+    logprobs: Float32[Array, "n"]
+    ranks: Int32[Array, "n"]
+    top_token_ids: Int32[Array, "n max_logprobs"]
+    top_logprobs: Float32[Array, "n max_logprobs"]
 
 
 def token_logprobs(
     logits: Float32[Array, "n V"], token_ids: Int32[Array, "n"], max_logprobs: int
-) -> tuple[
-    Float32[Array, "n"],
-    Int32[Array, "n"],
-    Int32[Array, "n max_logprobs"],
-    Float32[Array, "n max_logprobs"],
-]:
-    """Log-probability and rank of each row's token, then ids and log-probabilities of the row's
-    `max_logprobs` most likely tokens (lowest id first where they tie)."""
+) -> TokenLogprobs:
+    """Score `token_ids`, and find the `max_logprobs` candidates of each position."""
     total = jax.nn.logsumexp(logits, axis=-1)
     chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=-1)
     ranks = 1 + jnp.sum(logits > chosen, axis=-1, dtype=jnp.int32)
     top_logits, top_token_ids = jax.lax.top_k(logits, max_logprobs)
-    return chosen[:, 0] - total, ranks, top_token_ids, top_logits - total[:, None]
+    return TokenLogprobs(chosen[:, 0] - total, ranks, top_token_ids, top_logits - total[:, None])
 
 
 def sample(
@@ -84,10 +75,9 @@ def sample(
     rows: SamplingRows,
     state: SlotState,
     token_masks: Int32[Array, "B W"],
-    *,
-    max_logprobs: int,
-) -> tuple[SampleOutput, SlotState]:
-    """One token a row, and the slots with it added in rows that sample.
+) -> tuple[Int32[Array, "B"], SlotState]:
+    """One token a row, and the slots with it added in rows that sample; the tokens of other rows
+    mean nothing.
 
     Temperatures under MIN_TEMPERATURE are greedy: the exact argmax, lowest id where several tie.
     Where top_k or top_p cut between equal probabilities, all of them are kept. A row whose
@@ -114,8 +104,7 @@ def sample(
         return jnp.argmax(drawn, axis=-1).astype(jnp.int32)
 
     token_ids = jax.lax.cond(jnp.any(random | penalised | banned), shaped, plain)
-    output = SampleOutput(token_ids, *_logprobs(logits, token_ids, rows, max_logprobs))
-    return output, _remember(token_ids, rows, state)
+    return token_ids, _remember(token_ids, rows, state)
 
 
 def _if_any(condition: Bool[Array, "B"], change, logits: Logits, *operands) -> Logits:
@@ -200,23 +189,6 @@ def _perturb(logits: Logits, rows: SamplingRows, random: Bool[Array, "B"]) -> Lo
 
     noisy = scores + jax.vmap(noise)(rows.seed, rows.output_index)
     return jnp.where(random[:, None], noisy, logits)
-
-
-def _logprobs(
-    logits: Logits, token_ids: Int32[Array, "B"], rows: SamplingRows, max_logprobs: int
-) -> tuple[Array, ...]:
-    def upto(num_top: int) -> tuple[Array, ...]:
-        chosen, ranks, top_ids, top = token_logprobs(logits, token_ids, num_top)
-        unfilled = ((0, 0), (0, max_logprobs - num_top))
-        return chosen, ranks, jnp.pad(top_ids, unfilled), jnp.pad(top, unfilled)
-
-    def none() -> tuple[Array, ...]:
-        return jax.tree.map(jnp.zeros_like, jax.eval_shape(lambda: upto(max_logprobs)))
-
-    wanted = jnp.max(jnp.where(rows.samples, rows.num_logprobs, -1))
-    return jax.lax.switch(
-        jnp.clip(wanted, -1, 1) + 1, (none, lambda: upto(0), lambda: upto(max_logprobs))
-    )
 
 
 def _remember(token_ids: Int32[Array, "B"], rows: SamplingRows, state: SlotState) -> SlotState:

@@ -340,6 +340,42 @@ def test_a_step_that_was_cut_off_leaves_the_engine_usable(llm, prompts, solo, mo
     assert is_idle(llm)
 
 
+def test_several_steps_in_one_dispatch_as_one_by_one(make_llm, prompts, solo, monkeypatch):
+    llm = make_llm(num_scheduler_steps=3, max_num_seqs=4, max_num_batched_tokens=4)
+    parts, dispatches = llm.engine._parts, []
+
+    def counted(program):
+        return lambda *args: dispatches.append(1) or program(*args)
+
+    several = {bucket: counted(program) for bucket, program in parts.programs.decode_steps.items()}
+    programs = dataclasses.replace(parts.programs, decode_steps=several)
+    monkeypatch.setattr(parts, "programs", programs)
+
+    short = [ids[:8] for ids in prompts[:6]]
+    one_by_one = make_llm(max_num_seqs=4, max_num_batched_tokens=4)
+    for fields in (
+        {"temperature": 0, "ignore_eos": True},
+        {"temperature": 1.0, "seed": 5, "presence_penalty": 1.0, "min_tokens": 4},
+    ):
+        # Lengths that end in the first, the second and the last step of a dispatch.
+        params = [SamplingParams(max_tokens=11 + i, **fields) for i in range(len(short))]
+        expected = tokens(one_by_one.generate(short, params, use_tqdm=False))
+        dispatches.clear()
+        assert tokens(llm.generate(short, params, use_tqdm=False)) == expected
+        assert len(dispatches) >= 3
+    assert is_idle(llm)
+
+    stop = solo[0][4]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, stop_token_ids=[stop])
+    (output,) = llm.generate(prompts[:1], params, use_tqdm=False)
+    assert output.outputs[0].token_ids == solo[0][: solo[0].index(stop) + 1]
+    assert is_idle(llm)
+
+    dispatches.clear()
+    llm.generate(short, SamplingParams(temperature=0, max_tokens=8, logprobs=1), use_tqdm=False)
+    assert not dispatches  # only single steps can be scored
+
+
 def test_ids_that_look_like_sequences_do_not_collide(llm, prompts, solo):
     engine = llm.engine
     params = SamplingParams(n=2, temperature=0, max_tokens=24, ignore_eos=True)

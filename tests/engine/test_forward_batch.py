@@ -4,7 +4,7 @@ import numpy as np
 
 from jaxserve.engine.batch_builder import BatchBuilder
 from jaxserve.engine.buckets import Bucket, make_buckets, pick_bucket
-from jaxserve.engine.forward_batch import FROM_SLOT, NO_TARGET, BatchLayout
+from jaxserve.engine.forward_batch import FROM_SLOT, BatchLayout
 from jaxserve.engine.request_state import RequestState
 from jaxserve.outputs import RequestMetrics
 from jaxserve.sampling_params import SamplingParams
@@ -41,6 +41,7 @@ def row(request_id, slot, start, num_tokens, token_ids, new_block_ids, samples, 
         samples=samples,
         output_index=fields.get("output_index", 0),
         admitted=fields.get("admitted", False),
+        num_steps=fields.get("num_steps", 1),
     )
 
 
@@ -52,7 +53,7 @@ def output(step_id, rows, num_decode):
 def test_places_of_a_mixed_step():
     states = {
         "a": make_state("a", 10, temperature=0.5, top_k=7, min_tokens=3),
-        "b": make_state("b", 12, prompt_logprobs=1),
+        "b": make_state("b", 12),
     }
     builder = BatchBuilder(max_num_seqs=4, max_blocks=4)
     first = row("a", 2, 0, 10, range(100, 110), [5, 9], True, admitted=True)
@@ -73,7 +74,6 @@ def test_places_of_a_mixed_step():
     assert attention.block_tables[:2].tolist() == [[5, 9, 0, 0], [3, 0, 0, 0]]
     assert attention.num_decode_rows == 1
     assert batch.last_tokens[:2].tolist() == [0, 5]
-    assert batch.prompt_targets[:6].tolist() == [NO_TARGET, 101, 102, 103, 104, 105]
     assert rows.samples.tolist() == [True, False, False, False]
     assert rows.slots[:2].tolist() == [2, 0]
     assert rows.temperature.tolist() == [0.5, 1.0, 0.0, 0.0]
@@ -84,11 +84,39 @@ def test_places_of_a_mixed_step():
     assert rows.repetition_penalty.tolist() == [1.0] * 4
 
 
-def test_last_prompt_token_has_no_target():
-    states = {"b": make_state("b", 5, prompt_logprobs=0)}
-    rows = [row("b", 0, 2, 3, [102, 103, 104], [1], True, admitted=True)]
-    packed = BatchBuilder(4, 4).build(output(0, rows, 0), states, LAYOUT)
-    assert LAYOUT.unpack(packed).prompt_targets[:4].tolist() == [103, 104, NO_TARGET, NO_TARGET]
+def test_later_steps_of_decode_rows():
+    """Step by step as if each had been packed alone; a row that has had its own is padding."""
+    states = {"a": make_state("a", 6, min_tokens=3), "b": make_state("b", 3)}
+    layout = BatchLayout(Bucket(4, 4), max_blocks=4, block_size=BLOCK_SIZE)
+    builder = BatchBuilder(max_num_seqs=4, max_blocks=4)
+    prompts = [
+        row("a", 2, 0, 6, range(6), [5], True, admitted=True),
+        row("b", 1, 0, 3, range(3), [7], True, admitted=True),
+    ]
+    builder.build(output(0, prompts, 0), states, LAYOUT)
+    rows = [
+        row("a", 2, 6, 1, None, [9], True, output_index=1, num_steps=3),
+        row("b", 1, 3, 1, None, [], True, output_index=1, num_steps=1),
+    ]
+    packed = builder.build(output(1, rows, 2), states, layout)
+    steps = [layout.unpack(packed, step) for step in range(3)]
+    assert [s.attention.context_lens.tolist() for s in steps] == [
+        [7, 4, 0, 0],
+        [8, 0, 0, 0],
+        [9, 0, 0, 0],
+    ]
+    assert [s.attention.positions[:2].tolist() for s in steps] == [[6, 3], [7, 0], [8, 0]]
+    slots = [s.attention.kv_slots.tolist() for s in steps]
+    assert [s[0] for s in slots] == [5 * 8 + 6, 5 * 8 + 7, 9 * 8]
+    assert slots[0][1] == 7 * 8 + 3
+    assert max(slots[1][1:] + slots[2][1:]) < BLOCK_SIZE
+    assert [s.rows.samples.tolist() for s in steps] == [
+        [True, True, False, False],
+        [True, False, False, False],
+        [True, False, False, False],
+    ]
+    assert [s.rows.output_index[0].item() for s in steps] == [1, 2, 3]
+    assert [s.rows.mask_stop_tokens[0].item() for s in steps] == [True, True, False]
 
 
 def test_readmission_starts_a_new_table():

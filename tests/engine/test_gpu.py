@@ -99,7 +99,7 @@ def logits_of(device: jax.Device, impl: str, dtype: str, params: dict) -> list[n
     )
     results = []
     for packed in packed_steps():
-        num_tokens = int(LAYOUT.split(packed)[2][-1])
+        num_tokens = int(LAYOUT.split(packed)[1][-1])
         caches, logits = step(placed, caches, packed)
         results.append(np.asarray(logits, np.float64)[:num_tokens])
     return results

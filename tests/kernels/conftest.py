@@ -139,6 +139,25 @@ def mosaic_interpreted(monkeypatch):
     return attention
 
 
+@pytest.fixture(
+    params=[
+        pytest.param("triton", marks=pytest.mark.gpu),
+        pytest.param(
+            "triton-interpreted",
+            marks=pytest.mark.skipif(not CAN_INTERPRET, reason="needs triton and no GPU"),
+        ),
+    ]
+)
+def by_triton(request, monkeypatch):
+    """Makes of a kernel's entry point one that runs it by Triton."""
+    if request.param == "triton-interpreted":
+        _interpret_triton(monkeypatch)
+        return lambda function, **options: functools.partial(function, impl="triton", **options)
+    return lambda function, **options: jax.jit(
+        functools.partial(function, impl="triton", **options)
+    )
+
+
 @functools.cache  # so that tests of the same shapes share a compilation
 def _jitted(impl):
     return jax.jit(

@@ -38,23 +38,23 @@ def requests_and_logits(harness):
 
 def test_alone_together_and_shuffled(harness):
     requests, logits = requests_and_logits(harness)
-    together = harness.run(requests, logits)[0].token_ids.tolist()
+    together = harness.run(requests, logits)[0].tolist()
     for i, request in enumerate(requests):
         for place in (0, 3, 7):
             alone = harness.run([request], logits[i : i + 1], slots=[place + 2], places=[place])
-            assert alone[0].token_ids.tolist() == [together[i]]
+            assert alone[0].tolist() == [together[i]]
     order = np.random.default_rng(1).permutation(len(requests))
     shuffled = harness.run(
         [requests[i] for i in order], logits[order], slots=[(3 * i) % 11 for i in range(8)]
     )
-    assert shuffled[0].token_ids.tolist() == [together[i] for i in order]
+    assert shuffled[0].tolist() == [together[i] for i in order]
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 16])
 def test_other_batch_sizes(harness, num_rows):
     requests, logits = requests_and_logits(harness)
-    together = harness.run(requests, logits)[0].token_ids.tolist()
-    step = jax.jit(lambda *args: sample(*args, max_logprobs=0))
+    together = harness.run(requests, logits)[0].tolist()
+    step = jax.jit(sample)
     for start in range(0, len(requests), num_rows):
         part = requests[start : start + num_rows]
         slots = list(range(len(part)))
@@ -63,15 +63,14 @@ def test_other_batch_sizes(harness, num_rows):
         rows = harness.rows(part, slots, num_rows)
         masks = harness.masks(part, num_rows)
         out, _ = step(padded, rows, harness.state(part, slots), masks)
-        assert out.token_ids[: len(part)].tolist() == together[start : start + num_rows]
-        assert out.top_token_ids.shape == (num_rows, 0)
+        assert out[: len(part)].tolist() == together[start : start + num_rows]
 
 
 def test_slots_remember_the_token(harness):
     requests, logits = requests_and_logits(harness)
     slots = [4, 2, 9, 7, 1, 10, 3, 5]
     out, after, before = harness.run(requests, logits, slots=slots)
-    for token, slot in zip(out.token_ids, slots, strict=True):
+    for token, slot in zip(out, slots, strict=True):
         assert after.last_token[slot] == token
         counted = after.output_counts[slot] - before.output_counts[slot]
         assert counted.tolist() == np.eye(V, dtype=int)[token].tolist()
@@ -91,7 +90,7 @@ def test_rows_that_do_not_sample_leave_no_trace(harness):
     rows = harness.rows(requests, list(range(8)))
     rows = rows._replace(samples=np.arange(8) == 5)
     out, after = harness.step(logits, rows, state, harness.masks(requests))
-    assert out.token_ids[5] == harness.expected_token(requests[5], logits[5])
+    assert out[5] == harness.expected_token(requests[5], logits[5])
     for new, old in zip(after, state, strict=True):
         others = np.arange(len(old)) != 5
         assert (np.asarray(new)[others] == np.asarray(old)[others]).all()
@@ -112,11 +111,11 @@ def test_a_sequence_equals_its_recomputation(harness):
     for _ in range(25):
         logits = np.zeros((harness.num_rows, V), np.float32)
         logits[0] = 2 * rng.normal(size=V)
-        token = harness.run([request], logits[:1])[0].token_ids[0]
+        token = harness.run([request], logits[:1])[0][0]
         assert token == harness.expected_token(request, logits[0])
         rows, masks = harness.rows([request], [0]), harness.masks([request])
         out, state = harness.step(logits, rows, state, masks)
-        assert out.token_ids[0] == token
+        assert out[0] == token
         request.output.append(int(token))
 
 
@@ -129,7 +128,6 @@ def draws(params: dict[str, float], logits: np.ndarray, num: int, same_key: bool
         "samples": np.ones(num, bool),
         "seed": np.where(same_key, seeds[:1], seeds),
         "output_index": np.arange(num, dtype=np.int32) * same_key,
-        "num_logprobs": np.full(num, -1, np.int32),
         "top_k": np.full(num, params.get("top_k", 0), np.int32),
     }
     for name in ("has_bias", "has_bad_words", "has_grammar", "mask_stop_tokens"):
@@ -138,14 +136,13 @@ def draws(params: dict[str, float], logits: np.ndarray, num: int, same_key: bool
     neutral |= {"frequency_penalty": 0, "repetition_penalty": 1}
     for name, value in neutral.items():
         rows[name] = np.full(num, params.get(name, value), np.float32)
-    out, _ = jax.jit(sample, static_argnames="max_logprobs")(
+    out, _ = jax.jit(sample)(
         np.broadcast_to(logits, (num, len(logits))),
         SamplingRows(**rows),
         new_slot_state(1, len(logits)),
         np.zeros((num, num_mask_words(len(logits))), np.int32),
-        max_logprobs=0,
     )
-    return np.asarray(out.token_ids)
+    return np.asarray(out)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +173,7 @@ def test_sampling_inside_shard_map(harness):
     spec = jax.sharding.PartitionSpec()
     step = jax.jit(
         jax.shard_map(
-            lambda *args: sample(*args, max_logprobs=harness.max_logprobs),
+            sample,
             mesh=mesh,
             in_specs=spec,
             out_specs=spec,
@@ -185,4 +182,4 @@ def test_sampling_inside_shard_map(harness):
     slots = list(range(8))
     rows, state = harness.rows(requests, slots), harness.state(requests, slots)
     out, _ = step(logits, rows, state, harness.masks(requests))
-    assert out.token_ids.tolist() == harness.run(requests, logits)[0].token_ids.tolist()
+    assert out.tolist() == harness.run(requests, logits)[0].tolist()

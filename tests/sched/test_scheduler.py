@@ -33,6 +33,48 @@ def update(scheduler: Scheduler, output: SchedulerOutput, token_id: int = 7) -> 
     return scheduler.update(output, [token_id] * len(output.scheduled))
 
 
+def test_several_decode_steps_at_once() -> None:
+    """As far as max_tokens, with blocks for all; one step where somebody prefills."""
+    scheduler = scheduler_with(make("a", 4, max_tokens=4), make("b", 3, max_tokens=9))
+    first = scheduler.schedule(num_steps=4)
+    assert (first.num_steps, [row.num_steps for row in first.scheduled]) == (1, [1, 1])
+    second = scheduler.schedule(num_steps=4)
+    assert (second.num_steps, second.num_tokens) == (4, 2)
+    assert [(row.start, row.num_steps, row.output_index) for row in second.scheduled] == [
+        (4, 3, 1),
+        (3, 4, 1),
+    ]
+    assert [len(row.new_block_ids) for row in second.scheduled] == [1, 1]
+    update(scheduler, first)
+    events = scheduler.update(second, [10, 20, 11, 21, 12, 22, 13, 23])
+    assert events == [
+        TokenEvent("a", (10, 11, 12), FinishReason.LENGTH),
+        TokenEvent("b", (20, 21, 22, 23), None),
+    ]
+    scheduler.check()
+    scheduler.add(make("c", 5))
+    assert scheduler.schedule(num_steps=4).num_steps == 1
+
+
+def test_a_stop_token_ends_several_steps_early() -> None:
+    scheduler = scheduler_with(make("a", 4, max_tokens=9, stop_token_ids=frozenset({5})))
+    step(scheduler)
+    output = scheduler.schedule(num_steps=4)
+    events = scheduler.update(output, [1, 5, 6, 5])
+    assert events == [TokenEvent("a", (1, 5), FinishReason.STOP, 5)]
+    assert not scheduler.has_unfinished
+    assert scheduler.kv_usage == 0
+
+
+def test_several_steps_preempt_nobody() -> None:
+    scheduler = scheduler_with(
+        make("a", 4, max_tokens=8), make("b", 4, max_tokens=8), num_blocks=5, max_model_len=12
+    )
+    step(scheduler)
+    output = scheduler.schedule(num_steps=8)
+    assert (output.num_steps, output.preempted) == (1, ())
+
+
 def step(scheduler: Scheduler, token_id: int = 7) -> SchedulerOutput:
     output = scheduler.schedule()
     assert output is not None
@@ -147,8 +189,8 @@ def test_a_stop_token_is_noticed_late_and_the_wasted_token_dropped() -> None:
     request = make("a", 2, stop_token_ids=frozenset({5}), min_tokens=1)
     scheduler = scheduler_with(request)
     first, second, third = (scheduler.schedule() for _ in range(3))
-    assert update(scheduler, first, 5) == [TokenEvent("a", 5, None)]  # not before min_tokens
-    assert update(scheduler, second, 5) == [TokenEvent("a", 5, FinishReason.STOP, 5)]
+    assert update(scheduler, first, 5) == [TokenEvent("a", (5,), None)]  # not before min_tokens
+    assert update(scheduler, second, 5) == [TokenEvent("a", (5,), FinishReason.STOP, 5)]
     assert scheduler.kv_usage == 0
     assert update(scheduler, third, 6) == []
     assert request.output_token_ids == [5, 5]
@@ -164,7 +206,7 @@ def test_steps_are_updated_in_their_order_and_whole() -> None:
     first, second = scheduler.schedule(), scheduler.schedule()
     with pytest.raises(ValueError, match="step 1 is not the oldest step in flight"):
         update(scheduler, second)
-    with pytest.raises(ValueError, match="step 0 has 1 rows, got 0 token ids"):
+    with pytest.raises(ValueError, match="step 0 has 1 rows in 1 steps, got 0 token ids"):
         scheduler.update(first, [])
     update(scheduler, first)
     with pytest.raises(ValueError, match="step 0 is not"):
@@ -247,7 +289,7 @@ def test_a_preempted_request_can_end_without_running_again() -> None:
         update(scheduler, output)
         output = following
     events = scheduler.update(output, [7, 5])
-    assert events[1] == TokenEvent("b", 5, FinishReason.STOP, 5)
+    assert events[1] == TokenEvent("b", (5,), FinishReason.STOP, 5)
     assert (scheduler.num_waiting, scheduler.num_running) == (0, 1)
     assert second.slot == -1
     scheduler.check()

@@ -91,19 +91,27 @@ class Device:
             self.tables[row.slot] += row.new_block_ids
             assert all(0 < block < len(self.blocks) for block in row.new_block_ids)
             assert self.read(row, row.start) == solo.kv[: row.start]
-        for row, solo in zip(output.scheduled, solos, strict=True):
-            end = row.start + row.num_tokens
+        for step in range(output.num_steps):
+            sampled += self.run_step(step, list(zip(output.scheduled, solos, strict=True)))
+        return sampled
+
+    def run_step(self, step: int, rows: list[tuple[ScheduledRequest, Solo]]) -> list[int]:
+        active = [(row, solo) for row, solo in rows if step < row.num_steps]
+        for row, solo in active:
+            start, end = row.start + step, row.start + step + row.num_tokens
             token_ids = [self.last_token[row.slot]] if row.token_ids is None else row.token_ids
-            assert list(token_ids) == solo.token_ids[row.start : end]
-            for position in range(row.start, end):
+            assert list(token_ids) == solo.token_ids[start:end]
+            for position in range(start, end):
                 index, offset = divmod(position, self.block_size)
                 self.blocks[self.tables[row.slot][index]][offset] = solo.kv[position]
-        for row, solo in zip(output.scheduled, solos, strict=True):
-            context = self.read(row, row.start + row.num_tokens)
-            assert context == solo.kv[: row.start + row.num_tokens]
+        for row, solo in active:
+            context = self.read(row, row.start + step + row.num_tokens)
+            assert context == solo.kv[: row.start + step + row.num_tokens]
             self.last_token[row.slot] = context[-1][0] % VOCAB if row.samples else None
-            sampled.append(self.last_token[row.slot] if row.samples else -1)
-        return sampled
+        return [
+            self.last_token[row.slot] if row.samples and step < row.num_steps else -1
+            for row, _ in rows
+        ]
 
 
 REQUESTS = st.tuples(
@@ -160,10 +168,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.check()
 
     @precondition(lambda self: self.solos and len(self.in_flight) < MAX_IN_FLIGHT)
-    @rule()
-    def schedule(self) -> None:
+    @rule(num_steps=st.sampled_from([1, 1, 2, 4]))
+    def schedule(self, num_steps=1) -> None:
         findable = self.findable_blocks()
-        output = self.scheduler.schedule()
+        output = self.scheduler.schedule(num_steps)
         self.scheduler.check()
         assert self.scheduler.num_running <= self.config.max_num_seqs
         self.check_budget(output, findable)
@@ -188,23 +196,27 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert [event.request_id for event in events] == present
         for event in events:
             solo = self.solos[event.request_id]
-            solo.received.append(event.token_id)
+            solo.received += event.token_ids
             assert solo.received == solo.expected[: len(solo.received)]
             assert solo.received == solo.request.output_token_ids
             is_last = len(solo.received) == len(solo.expected)
             assert event.finish_reason is (solo.reason if is_last else None)
             is_stop = event.finish_reason is FinishReason.STOP
-            assert event.stop_token_id == (event.token_id if is_stop else None)
+            assert event.stop_token_id == (event.token_ids[-1] if is_stop else None)
             if is_last:
                 del self.solos[event.request_id]
 
     @precondition(lambda self: self.solos)
-    @rule(num_steps=st.integers(1, 12), num_ahead=st.integers(0, MAX_IN_FLIGHT - 1))
-    def run(self, num_steps, num_ahead) -> None:
-        for _ in range(num_steps if self.solos else 0):
+    @rule(
+        num_rounds=st.integers(1, 12),
+        num_ahead=st.integers(0, MAX_IN_FLIGHT - 1),
+        num_steps=st.sampled_from([1, 1, 3]),
+    )
+    def run(self, num_rounds, num_ahead, num_steps=1) -> None:
+        for _ in range(num_rounds if self.solos else 0):
             num_before = len(self.in_flight)
             if num_before < MAX_IN_FLIGHT:
-                self.schedule()
+                self.schedule(num_steps)
             if len(self.in_flight) == num_before > 0:  # nothing runs before the next update
                 self.update()
             while len(self.in_flight) > num_ahead:

@@ -18,9 +18,10 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.grammar_masks import GrammarMasks
 from jaxserve.engine.in_flight import InFlight
+from jaxserve.engine.logprobs import launch_logprobs
 from jaxserve.engine.stats import StepStats
 from jaxserve.engine.step import StepOutput
-from jaxserve.sampling import SampleOutput
+from jaxserve.sampling import TokenLogprobs
 from jaxserve.text.grammar import GrammarCompiler
 from jaxserve.text.tokenizer import Tokenizer
 from scheduler import Scheduler, SchedulerConfig
@@ -51,6 +52,7 @@ class FakeEngine(Engine):
             policy=config.scheduling_policy,
         )
         self._parts = SimpleNamespace(eos_token_ids=self.tokenizer.eos_token_ids, free=lambda: None)
+        self._num_single_step = 0
         vocab_size = self.tokenizer.vocab_size
         self._grammars = GrammarCompiler(self.tokenizer, vocab_size, compile_cpu_s=0.5)
         self._masks = GrammarMasks(vocab_size, self.tokenizer.eos_token_ids)
@@ -76,7 +78,7 @@ class FakeEngine(Engine):
             return []
         launched = time.monotonic()
         self._num_steps += 1
-        sampled, targets = [], []
+        sampled = []
         masks = self._masks.fill(scheduled, self._states, None, len(scheduled.scheduled))
         for index, row in enumerate(scheduled.scheduled):
             state = self._states[row.request_id]
@@ -89,10 +91,9 @@ class FakeEngine(Engine):
             if row.samples and state.matcher is not None:
                 token = self._allowed(masks[index], token)
             sampled.append(token)
-            for position in range(row.start, row.start + row.num_tokens):
-                targets.append(prompt[min(position + 1, len(prompt) - 1)])
-        output = StepOutput(self._sample(sampled), self._sample(targets))
-        return self._resolve(InFlight(scheduled, output, launched))
+        output = StepOutput(np.array([sampled], np.int32), None)
+        logprobs = launch_logprobs(self._score, 64, None, output, scheduled, self._states, None)
+        return self._resolve(InFlight(scheduled, output, logprobs, launched))
 
     def _allowed(self, mask: np.ndarray, wanted: int) -> int:
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
@@ -101,12 +102,12 @@ class FakeEngine(Engine):
                 return token
         return self._rng.choice(allowed)
 
-    def _sample(self, token_ids: list[int]) -> SampleOutput:
-        ids = np.array(token_ids, np.int32)
+    def _score(self, params, hidden, sampled, queries) -> TokenLogprobs:
+        tokens = np.asarray(queries)[:, 1]
+        ids = np.where(tokens < 0, sampled[0, np.where(tokens < 0, -1 - tokens, 0)], tokens)
         tops = (ids[:, None] + np.arange(self.config.max_logprobs)) % self.model_config.vocab_size
         logprobs = -0.25 * (1 + ids % 7)
-        return SampleOutput(
-            token_ids=ids,
+        return TokenLogprobs(
             logprobs=logprobs,
             ranks=np.ones_like(ids),
             top_token_ids=tops,

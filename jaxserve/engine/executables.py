@@ -1,0 +1,95 @@
+"""Compiled programs kept on disk whole, so that the next start neither traces nor compiles them."""
+
+import hashlib
+import logging
+import os
+import pickle
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.experimental import serialize_executable
+from jax.sharding import Mesh
+
+import pallas_kernels
+import sharding
+
+logger = logging.getLogger(__name__)
+
+_PACKAGES = ("jax", "jaxlib", "flax", "jax-triton", "triton")
+
+
+class ExecutableCache:
+    """One folder of executables, each named by a digest of all that it depends on.
+
+    That is: what the caller names, the versions of the packages that compile, this project's own
+    sources, XLA's flags, and the devices of `mesh`. `folder` None: keep nothing. The folder must
+    be the user's own: reading a file from it runs what it holds.
+    """
+
+    def __init__(self, folder: Path | None, mesh: Mesh, *depends_on: object) -> None:
+        self._folder = folder
+        self._devices = list(mesh.devices.flat)
+        self._key = (
+            *depends_on,
+            _versions(),
+            _sources_digest(),
+            os.environ.get("XLA_FLAGS", ""),
+            [(d.id, d.device_kind) for d in self._devices],
+            self._devices[0].client.platform_version,
+        )
+
+    def load_or_compile(
+        self, compile_program: Callable[[], jax.stages.Compiled], *name: object
+    ) -> jax.stages.Compiled:
+        """The program of this name, from the folder or else from `compile_program`."""
+        if self._folder is None:
+            return compile_program()
+        digest = hashlib.sha256(repr((name, self._key)).encode()).hexdigest()
+        path = self._folder / f"{digest}.pickle"
+        try:
+            return serialize_executable.deserialize_and_load(
+                *pickle.loads(path.read_bytes()), execution_devices=self._devices
+            )
+        except FileNotFoundError:
+            pass
+        except Exception as error:
+            logger.warning("compiling anew what %s holds: %s", path, error)
+        program = compile_program()
+        try:
+            self._write(path, pickle.dumps(serialize_executable.serialize(program)))
+        except Exception as error:
+            logger.warning("the next start compiles anew what could not be kept: %s", error)
+        return program
+
+    def _write(self, path: Path, data: bytes) -> None:
+        """Whole or not at all, since several processes may start at once."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(data)
+        os.replace(file.name, path)
+
+
+def _versions() -> list[tuple[str, str]]:
+    found = [("numpy", np.__version__)]
+    for package in _PACKAGES:
+        try:
+            found.append((package, metadata.version(package)))
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+@cache
+def _sources_digest() -> str:
+    digest = hashlib.sha256()
+    jaxserve = Path(__file__).parent.parent
+    others = (Path(package.__file__).parent for package in (pallas_kernels, sharding))
+    for root in (jaxserve, *others):
+        for path in sorted((*root.rglob("*.py"), *root.rglob("*.json"))):
+            digest.update(f"{path.relative_to(root)} ".encode() + path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,18 @@
+"""Residual sum and root mean square norm (arXiv:1910.07467) in plain JAX."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+
+def add_rms_norm(
+    x: Float[Array, "T D"],
+    delta: Float[Array, "T D"],
+    weight: Float[Array, "D"],
+    *,
+    eps: float,
+) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
+    total = x + delta
+    wide = total.astype(jnp.float32)
+    mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    return total, (wide * lax.rsqrt(mean_square + eps) * weight).astype(x.dtype)

@@ -1,0 +1,55 @@
+"""Residual sum and norm in one pass: a program for each token, which stays in registers."""
+
+import jax
+from jaxtyping import Array, Float
+
+from pallas_kernels.triton_import import jax_triton, tl, triton
+
+
+def add_rms_norm(
+    x: Float[Array, "T D"],
+    delta: Float[Array, "T D"],
+    weight: Float[Array, "D"],
+    *,
+    eps: float,
+) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
+    num_tokens, size = x.shape
+    padded = triton.next_power_of_2(size)
+    total, normed = jax_triton.triton_call(
+        x,
+        delta,
+        weight,
+        kernel=_add_rms_norm,
+        out_type=(jax.typeof(x), jax.typeof(x)),
+        grid=(num_tokens,),
+        num_warps=min(max(padded // 256, 1), 16),
+        EPS=eps,
+        D=size,
+        D_PAD=padded,
+    )
+    return total, normed
+
+
+@triton.jit
+def _add_rms_norm(
+    x,
+    delta,
+    weight,
+    total,
+    normed,
+    EPS: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+):
+    column = tl.arange(0, D_PAD)
+    mask = column < D
+    place = tl.program_id(0).to(tl.int64) * D + column
+    left = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
+    right = tl.load(delta + place, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+    rounded = (left + right).to(total.dtype.element_ty)
+    tl.store(total + place, rounded, mask=mask)
+    wide = rounded.to(tl.float32)
+    mean_square = tl.sum(wide * wide, axis=0) / D
+    result = wide * tl.rsqrt(mean_square + EPS) * scale
+    tl.store(normed + place, result.to(normed.dtype.element_ty), mask=mask)
