@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -62,14 +62,25 @@ def make_engine(config: "EngineConfig") -> "Engine":
 def main(
     connection: socket.socket,
     factory: Callable[[], "Engine"],
+    gpus: Sequence[int] | None,
     max_num_queued_reqs: int | None,
 ) -> None:
-    """Run the engine that `factory` makes for whoever is at the other end of `connection`."""
+    """Run the engine that `factory` makes for whoever is at the other end of `connection`, on the
+    given GPUs (None: whatever JAX sees)."""
     # Ctrl-C in a terminal reaches this process too, but the server says when it is time.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+    if gpus is not None:
+        _see_only(gpus)
     _Child(connection, max_num_queued_reqs).run(factory)
+
+
+def _see_only(gpus: Sequence[int]) -> None:
+    import jax
+
+    # JAX reserves memory on every GPU that it sees, so the other engines' must not be among them.
+    jax.config.update("jax_cuda_visible_devices", ",".join(map(str, gpus)))
 
 
 class _Child:

@@ -16,6 +16,9 @@ class ServerConfig:
     """Address to listen on; "0.0.0.0" is every IPv4 address of the machine."""
     port: int = 8000
     """0: any free one; the log says which."""
+    data_parallel_size: int = 1
+    """Engines behind the port, each with a copy of the model; on GPUs each has tensor_parallel_size
+    of its own."""
     api_key: Sequence[str] = ()
     """A key that clients may show. The command line is public on most machines: prefer
     api_key_file."""
@@ -31,7 +34,8 @@ class ServerConfig:
     max_request_bytes: int = 32 << 20
     """Longest request body."""
     max_num_queued_reqs: int | None = None
-    """Most requests that wait for a slot; more get 503 and Retry-After. None: no limit."""
+    """Most requests that wait for a slot of one engine; more get 503 and Retry-After. None: no
+    limit."""
     shutdown_timeout: float = 20.0
     """Seconds that running requests get to finish after SIGTERM or SIGINT; a second signal ends
     them at once."""
@@ -39,7 +43,8 @@ class ServerConfig:
     """Seconds without a finished step, with requests open, after which the engine counts as
     dead."""
     exit_on_engine_failure: bool = False
-    """End the server, with exit code 1, when its engine has failed."""
+    """End the server, with exit code 1, when an engine has failed; requests of other engines get
+    shutdown_timeout to finish."""
     log_format: LogFormat = "text"
     """"json": one object a line."""
     disable_log_requests: bool = False
@@ -52,6 +57,7 @@ class ServerConfig:
 
         check(bool(self.host), "host", "an address")
         check(0 <= self.port < 65536, "port", "from 0 to 65535")
+        check(self.data_parallel_size >= 1, "data_parallel_size", "at least 1")
         check(all(k and k.isascii() and k == k.strip() for k in self.api_key), "api_key",
               "ASCII text that is not empty and has no space at its ends")  # fmt: skip
         check(all(self.served_model_name), "served_model_name", "names that are not empty")

@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ import uvloop
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.child import make_engine
+from jaxserve.engine.group import EngineGroup
 from jaxserve.engine.messages import EngineInfo
 from jaxserve.engine.process import EngineProcess
 from jaxserve.model.resolve import resolve_model
@@ -68,7 +69,7 @@ class _Server:
         self._engine_factory = engine_factory
         self._chat_template = chat_template
         self._status = Status()
-        self._engine: EngineProcess | None = None
+        self._engine: EngineGroup | None = None
         self._stop = asyncio.Event()
         self._stop_at_once = asyncio.Event()
         self._http = _HttpServer(
@@ -120,35 +121,40 @@ class _Server:
             start.cancel()
             return 0
         await start
-        ended = asyncio.create_task(self._engine.wait_ended())
-        await asyncio.wait((stop, ended), return_when=asyncio.FIRST_COMPLETED)
-        if ended.done() and not stop.done():
-            logger.error("the engine cannot serve requests: %s", ended.result())
-            if self._config.exit_on_engine_failure:
-                return 1
-            await stop
+        failed = asyncio.create_task(self._engine.wait_failure())
+        ends = (stop, failed) if self._config.exit_on_engine_failure else (stop,)
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        has_failed = not stop.done()
         await self._drain()
-        return 0
+        return 1 if has_failed else 0
 
     async def _start(self) -> None:
         begin = time.monotonic()
         logger.info("loading %s", self._engine_config.model)
         folder = await asyncio.to_thread(resolve_model, self._engine_config.model)
-        self._engine = EngineProcess(
-            functools.partial(
-                self._engine_factory, replace(self._engine_config, model=str(folder))
-            ),
-            max_num_queued_reqs=self._config.max_num_queued_reqs,
-            stall_timeout_s=self._config.engine_stall_timeout,
+        config = replace(self._engine_config, model=str(folder))
+        factory = functools.partial(self._engine_factory, config)
+        self._engine = EngineGroup(
+            [self._engine_process(factory, rank) for rank in range(self._config.data_parallel_size)]
         )
-        info, tokenizer = await asyncio.gather(
+        infos, tokenizer = await asyncio.gather(
             self._engine.start(), asyncio.to_thread(Tokenizer, folder)
         )
         names = list(self._config.served_model_name) or [self._engine_config.model]
         self._status.service = await asyncio.to_thread(
-            Service, self._engine, info, tokenizer, names, self._chat_template
+            Service, self._engine, infos, tokenizer, names, self._chat_template
         )
-        logger.info(_ready_line(names[0], info, time.monotonic() - begin))
+        logger.info(_ready_line(names[0], infos, time.monotonic() - begin))
+
+    def _engine_process(self, factory: Callable[[], Any], rank: int) -> EngineProcess:
+        size = self._engine_config.tensor_parallel_size
+        gpus = range(rank * size, (rank + 1) * size)
+        return EngineProcess(
+            factory,
+            gpus=gpus if self._config.data_parallel_size > 1 else None,
+            max_num_queued_reqs=self._config.max_num_queued_reqs,
+            stall_timeout_s=self._config.engine_stall_timeout,
+        )
 
     async def _drain(self) -> None:
         """Let open requests finish, up to the time allowed; then end them."""
@@ -172,12 +178,14 @@ class _HttpServer(uvicorn.Server):
         return nullcontext()
 
 
-def _ready_line(name: str, info: EngineInfo, seconds: float) -> str:
-    phases = ", ".join(f"{phase} {s:.1f} s" for phase, s in info.startup_s.items())
-    concurrency = info.kv_capacity_tokens / info.max_model_len
+def _ready_line(name: str, infos: Sequence[EngineInfo], seconds: float) -> str:
+    slowest = max(infos, key=lambda info: sum(info.startup_s.values()))
+    phases = ", ".join(f"{phase} {s:.1f} s" for phase, s in slowest.startup_s.items())
+    capacity, max_model_len = sum(i.kv_capacity_tokens for i in infos), infos[0].max_model_len
+    engines = "" if len(infos) == 1 else f"{len(infos)} engines, "
     return (
-        f"ready: {name}, max_model_len {info.max_model_len}, KV cache of "
-        f"{info.kv_capacity_tokens} tokens, enough for {concurrency:.1f} requests of that length; "
+        f"ready: {name}, {engines}max_model_len {max_model_len}, KV cache of {capacity} tokens, "
+        f"enough for {capacity / max_model_len:.1f} requests of that length; "
         f"started in {seconds:.1f} s ({phases})"
     )
 

@@ -9,9 +9,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxserve.engine.group import EngineGroup
 from jaxserve.engine.messages import EngineInfo
-from jaxserve.engine.process import EngineProcess
-from jaxserve.engine.streams import EngineDeadError, RequestStream
+from jaxserve.engine.streams import EngineDeadError, QueueFullError, RequestStream
 from jaxserve.outputs import OutputDelta
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.metrics import RequestClock, ServerMetrics
@@ -50,20 +50,22 @@ class Service:
 
     def __init__(
         self,
-        engine: EngineProcess,
-        info: EngineInfo,
+        engine: EngineGroup,
+        infos: Sequence[EngineInfo],
         tokenizer: Tokenizer,
         model_names: Sequence[str],
         chat_template: str | None,
     ) -> None:
         self.engine = engine
-        self.info = info
-        self.metrics = ServerMetrics(engine, info, model_names[0])
+        self.info = infos[0]
+        self.metrics = ServerMetrics(engine, infos, model_names[0])
         self._tokenizer = tokenizer
         self._model_names = model_names
         self._chat_template = chat_template
         self._created = int(time.time())
-        self._max_text_bytes = _MAX_SHRINK * info.max_model_len * tokenizer.longest_token_bytes()
+        self._max_text_bytes = (
+            _MAX_SHRINK * self.info.max_model_len * tokenizer.longest_token_bytes()
+        )
 
     # Without the engine.
 
@@ -154,7 +156,8 @@ class Service:
                 )
             await stream.wait_queued()
             lens = [len(prompt.token_ids) for prompt in batch.prompts]
-            clock = RequestClock(self.metrics, lens, arrival_s)
+            prompt_lens = dict(zip(batch.request_ids, lens, strict=True))
+            clock = RequestClock(self.metrics, stream.ranks, prompt_lens, arrival_s)
             if body.stream:
                 return EventStream(self._events(stream, shaper, clock), leave)
             deltas = await until_disconnect(http.receive, _collect(stream, clock))
@@ -177,7 +180,7 @@ class Service:
                 clock.observe(deltas)
                 if data := shaper.chunks(deltas):
                     yield data
-        except EngineDeadError as error:
+        except (EngineDeadError, QueueFullError) as error:
             yield event(from_engine(error).body) + DONE
         else:
             yield shaper.end()
