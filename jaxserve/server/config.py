@@ -19,6 +19,8 @@ class ServerConfig:
     data_parallel_size: int = 1
     """Engines behind the port, each with a copy of the model; on GPUs each has tensor_parallel_size
     of its own."""
+    ray: bool = False
+    """Spread the engines over a Ray cluster, behind the HTTP of Ray Serve."""
     api_key: Sequence[str] = ()
     """A key that clients may show. The command line is public on most machines: prefer
     api_key_file."""
@@ -58,6 +60,10 @@ class ServerConfig:
         check(bool(self.host), "host", "an address")
         check(0 <= self.port < 65536, "port", "from 0 to 65535")
         check(self.data_parallel_size >= 1, "data_parallel_size", "at least 1")
+        if self.ray:
+            check(self.port > 0, "port", "over 0 with ray")
+            check(not self.exit_on_engine_failure, "exit_on_engine_failure",
+                  "off with ray, which starts failed engines again")  # fmt: skip
         check(all(k and k.isascii() and k == k.strip() for k in self.api_key), "api_key",
               "ASCII text that is not empty and has no space at its ends")  # fmt: skip
         check(all(self.served_model_name), "served_model_name", "names that are not empty")

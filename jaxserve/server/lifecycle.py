@@ -2,14 +2,12 @@
 
 import asyncio
 import functools
-import json
 import logging
 import math
 import signal
 import socket
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -21,13 +19,13 @@ import uvloop
 from jaxserve.config import EngineConfig
 from jaxserve.engine.child import make_engine
 from jaxserve.engine.group import EngineGroup
-from jaxserve.engine.messages import EngineInfo
 from jaxserve.engine.process import EngineProcess
 from jaxserve.model.resolve import resolve_model
 from jaxserve.server.app import Status, make_app
-from jaxserve.server.config import LogFormat, ServerConfig
-from jaxserve.server.service import Service
-from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.server.config import ServerConfig
+from jaxserve.server.extras import import_extra
+from jaxserve.server.logs import set_up_logging
+from jaxserve.server.service import start_service
 
 _ABORT_S = 5
 """How long aborted requests may take to tell their clients."""
@@ -44,11 +42,14 @@ def serve(
     """Serve until SIGTERM or SIGINT; returns the exit code: 0, or 1 if the engine has failed and
     the server should end with it.
 
-    ValueError, OSError or EngineStartError, in one line, if it cannot start.
+    ValueError, OSError or RuntimeError, in one line, if it cannot start.
     """
     api_keys = _api_keys(config)
     template = None if config.chat_template is None else Path(config.chat_template).read_text()
-    _set_up_logging(config.log_format)
+    set_up_logging(config.log_format)
+    if config.ray:
+        on_ray = import_extra("jaxserve.server.ray_serve", "--ray", "ray")
+        return on_ray.serve(engine_config, config, engine_factory, api_keys, template)
     with _listen(config.host, config.port) as listener:
         server = _Server(engine_config, config, engine_factory, api_keys, template)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -137,14 +138,11 @@ class _Server:
         self._engine = EngineGroup(
             [self._engine_process(factory, rank) for rank in range(self._config.data_parallel_size)]
         )
-        infos, tokenizer = await asyncio.gather(
-            self._engine.start(), asyncio.to_thread(Tokenizer, folder)
+        names = self._config.served_model_name or (self._engine_config.model,)
+        self._status.service = service = await start_service(
+            self._engine, folder, names, self._chat_template
         )
-        names = list(self._config.served_model_name) or [self._engine_config.model]
-        self._status.service = await asyncio.to_thread(
-            Service, self._engine, infos, tokenizer, names, self._chat_template
-        )
-        logger.info(_ready_line(names[0], infos, time.monotonic() - begin))
+        logger.info(service.ready_line(time.monotonic() - begin))
 
     def _engine_process(self, factory: Callable[[], Any], rank: int) -> EngineProcess:
         size = self._engine_config.tensor_parallel_size
@@ -178,18 +176,6 @@ class _HttpServer(uvicorn.Server):
         return nullcontext()
 
 
-def _ready_line(name: str, infos: Sequence[EngineInfo], seconds: float) -> str:
-    slowest = max(infos, key=lambda info: sum(info.startup_s.values()))
-    phases = ", ".join(f"{phase} {s:.1f} s" for phase, s in slowest.startup_s.items())
-    capacity, max_model_len = sum(i.kv_capacity_tokens for i in infos), infos[0].max_model_len
-    engines = "" if len(infos) == 1 else f"{len(infos)} engines, "
-    return (
-        f"ready: {name}, {engines}max_model_len {max_model_len}, KV cache of {capacity} tokens, "
-        f"enough for {capacity / max_model_len:.1f} requests of that length; "
-        f"started in {seconds:.1f} s ({phases})"
-    )
-
-
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=2048)
@@ -203,30 +189,3 @@ def _api_keys(config: ServerConfig) -> list[str]:
             raise ValueError(f"api_key_file {config.api_key_file} must hold a key, and is empty")
         keys += lines
     return keys
-
-
-def _set_up_logging(log_format: LogFormat) -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    if log_format == "json":
-        handler.setFormatter(_JsonFormatter())
-    else:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    for name, level in (("jaxserve", logging.INFO), ("uvicorn", logging.WARNING)):
-        named = logging.getLogger(name)
-        named.handlers = [handler]
-        named.setLevel(level)
-        named.propagate = False
-
-
-class _JsonFormatter(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        entry = {
-            "time": round(record.created, 3),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-            **getattr(record, "fields", {}),
-        }
-        if record.exc_info:
-            entry["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(entry)

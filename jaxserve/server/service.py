@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
@@ -58,6 +59,7 @@ class Service:
     ) -> None:
         self.engine = engine
         self.info = infos[0]
+        self._infos = infos
         self.metrics = ServerMetrics(engine, infos, model_names[0])
         self._tokenizer = tokenizer
         self._model_names = model_names
@@ -65,6 +67,19 @@ class Service:
         self._created = int(time.time())
         self._max_text_bytes = (
             _MAX_SHRINK * self.info.max_model_len * tokenizer.longest_token_bytes()
+        )
+
+    def ready_line(self, seconds: float) -> str:
+        """What the log says when the start has taken `seconds`."""
+        slowest = max(self._infos, key=lambda info: sum(info.startup_s.values()))
+        phases = ", ".join(f"{phase} {s:.1f} s" for phase, s in slowest.startup_s.items())
+        capacity = sum(info.kv_capacity_tokens for info in self._infos)
+        max_model_len = self.info.max_model_len
+        engines = "" if len(self._infos) == 1 else f"{len(self._infos)} engines, "
+        return (
+            f"ready: {self._model_names[0]}, {engines}max_model_len {max_model_len}, KV cache of "
+            f"{capacity} tokens, enough for {capacity / max_model_len:.1f} requests of that "
+            f"length; started in {seconds:.1f} s ({phases})"
         )
 
     # Without the engine.
@@ -235,6 +250,14 @@ class Service:
 
     def _head(self, id_: str) -> Head:
         return Head(id_, self._model_names[0], int(time.time()))
+
+
+async def start_service(
+    engine: EngineGroup, folder: Path, model_names: Sequence[str], chat_template: str | None
+) -> Service:
+    """Start the engines while the tokenizer in `folder` is loaded."""
+    infos, tokenizer = await asyncio.gather(engine.start(), asyncio.to_thread(Tokenizer, folder))
+    return await asyncio.to_thread(Service, engine, infos, tokenizer, model_names, chat_template)
 
 
 @dataclass(frozen=True, slots=True)
