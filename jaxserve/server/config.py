@@ -49,6 +49,9 @@ class ServerConfig:
     shutdown_timeout to finish."""
     log_format: LogFormat = "text"
     """"json": one object a line."""
+    otlp_endpoint: str | None = None
+    """An OpenTelemetry collector's URL (OTLP over HTTP, for instance http://127.0.0.1:4318), which
+    gets a span for each request."""
     disable_log_requests: bool = False
     """No line for each request."""
 
@@ -74,4 +77,7 @@ class ServerConfig:
             value = getattr(self, name)
             fits = math.isfinite(value) and (value >= 0 if least == "0" else value > 0)
             check(fits, name, "at least 0" if least == "0" else least)
+        url = self.otlp_endpoint
+        check(url is None or url.startswith(("http://", "https://")), "otlp_endpoint",
+              "an http:// or https:// URL")  # fmt: skip
         check(self.log_format in ("text", "json"), "log_format", "text or json")

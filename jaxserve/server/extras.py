@@ -2,6 +2,10 @@
 
 import importlib
 from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxserve.server.tracing import Tracer
 
 
 def import_extra(module: str, option: str, extra: str) -> ModuleType:
@@ -13,3 +17,10 @@ def import_extra(module: str, option: str, extra: str) -> ModuleType:
         raise RuntimeError(
             f"{option} needs the package {error.name}: pip install 'jaxserve[{extra}]'"
         ) from error
+
+
+def make_tracer(endpoint: str | None) -> "Tracer | None":
+    """None without an endpoint. RuntimeError if the packages it needs are not installed."""
+    if endpoint is None:
+        return None
+    return import_extra("jaxserve.server.tracing", "--otlp-endpoint", "otel").Tracer(endpoint)

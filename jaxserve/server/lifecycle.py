@@ -23,7 +23,7 @@ from jaxserve.engine.process import EngineProcess
 from jaxserve.model.resolve import resolve_model
 from jaxserve.server.app import Status, make_app
 from jaxserve.server.config import ServerConfig
-from jaxserve.server.extras import import_extra
+from jaxserve.server.extras import import_extra, make_tracer
 from jaxserve.server.logs import set_up_logging
 from jaxserve.server.service import start_service
 
@@ -69,6 +69,7 @@ class _Server:
         self._config = config
         self._engine_factory = engine_factory
         self._chat_template = chat_template
+        self._tracer = make_tracer(config.otlp_endpoint)
         self._status = Status()
         self._engine: EngineGroup | None = None
         self._stop = asyncio.Event()
@@ -105,6 +106,8 @@ class _Server:
             life.cancel()
             if self._engine is not None:
                 await self._engine.close()
+            if self._tracer is not None:
+                await asyncio.to_thread(self._tracer.close)
 
     def _hear(self, number: int) -> None:
         if self._stop.is_set():
@@ -140,7 +143,7 @@ class _Server:
         )
         names = self._config.served_model_name or (self._engine_config.model,)
         self._status.service = service = await start_service(
-            self._engine, folder, names, self._chat_template
+            self._engine, folder, names, self._chat_template, self._tracer
         )
         logger.info(service.ready_line(time.monotonic() - begin))
 

@@ -31,6 +31,7 @@ from jaxserve.engine.streams import EngineDeadError, QueueFullError, RequestStre
 from jaxserve.model.resolve import resolve_model
 from jaxserve.server.app import Status, make_app
 from jaxserve.server.config import ServerConfig
+from jaxserve.server.extras import make_tracer
 from jaxserve.server.logs import set_up_logging
 from jaxserve.server.service import start_service
 
@@ -270,18 +271,25 @@ class Routes:
         self._config = config
         self._api_keys = api_keys
         self._status = Status()
+        self._tracer = make_tracer(config.otlp_endpoint)
         folder = await asyncio.to_thread(resolve_model, engine_config.model)
         self._status.service = service = await start_service(
             EngineGroup([RayEngine(handle) for handle in engines]),
             folder,
             config.served_model_name or (engine_config.model,),
             chat_template,
+            self._tracer,
         )
         self._ready_line = service.ready_line(time.monotonic() - begin)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """What Ray Serve calls for the application."""
         return make_app(self._config, self._api_keys, self._status)
+
+    async def __del__(self) -> None:
+        """What Ray Serve awaits when the replica ends."""
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
 
     async def ready_line(self) -> str:
         return self._ready_line

@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -38,6 +38,9 @@ from jaxserve.server.protocol.shaping import (
 from jaxserve.server.sse import ClientDisconnected, EventStream, until_disconnect
 from jaxserve.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from jaxserve.server.tracing import Tracer
+
 MAX_SEQUENCES = 1024
 """Of one HTTP request: prompts times n."""
 _MAX_SHRINK = 3
@@ -56,6 +59,7 @@ class Service:
         tokenizer: Tokenizer,
         model_names: Sequence[str],
         chat_template: str | None,
+        tracer: "Tracer | None",
     ) -> None:
         self.engine = engine
         self.info = infos[0]
@@ -64,6 +68,7 @@ class Service:
         self._tokenizer = tokenizer
         self._model_names = model_names
         self._chat_template = chat_template
+        self._tracer = tracer
         self._created = int(time.time())
         self._max_text_bytes = (
             _MAX_SHRINK * self.info.max_model_len * tokenizer.longest_token_bytes()
@@ -157,12 +162,15 @@ class Service:
         arrival_s: float,
     ) -> Response:
         stream = RequestStream()
+        clock: RequestClock | None = None
 
-        def leave() -> None:
+        def end() -> None:
             """What is not finished has nobody to read it."""
             if not stream.finished:
                 for request_id in batch.request_ids:
                     self.engine.abort(request_id)
+            if self._tracer is not None and clock is not None:
+                self._tracer.record(clock, shaper.head.id, batch.params, http.headers, stream.error)
 
         try:
             for request_id, prompt in zip(batch.request_ids, batch.prompts, strict=True):
@@ -174,17 +182,18 @@ class Service:
             prompt_lens = dict(zip(batch.request_ids, lens, strict=True))
             clock = RequestClock(self.metrics, stream.ranks, prompt_lens, arrival_s)
             if body.stream:
-                return EventStream(self._events(stream, shaper, clock), leave)
+                return EventStream(self._events(stream, shaper, clock), end)
             deltas = await until_disconnect(http.receive, _collect(stream, clock))
         except ClientDisconnected:
-            leave()
+            end()
             return Response(status_code=_CLOSED_REQUEST)
         except (ValueError, RuntimeError) as error:
-            leave()
+            end()
             raise from_engine(error, type(body).model_fields) from error
         except BaseException:
-            leave()
+            end()
             raise
+        end()
         return Response(encode_json(shaper.whole(deltas)), media_type="application/json")
 
     async def _events(
@@ -253,11 +262,17 @@ class Service:
 
 
 async def start_service(
-    engine: EngineGroup, folder: Path, model_names: Sequence[str], chat_template: str | None
+    engine: EngineGroup,
+    folder: Path,
+    model_names: Sequence[str],
+    chat_template: str | None,
+    tracer: "Tracer | None",
 ) -> Service:
     """Start the engines while the tokenizer in `folder` is loaded."""
     infos, tokenizer = await asyncio.gather(engine.start(), asyncio.to_thread(Tokenizer, folder))
-    return await asyncio.to_thread(Service, engine, infos, tokenizer, model_names, chat_template)
+    return await asyncio.to_thread(
+        Service, engine, infos, tokenizer, model_names, chat_template, tracer
+    )
 
 
 @dataclass(frozen=True, slots=True)
