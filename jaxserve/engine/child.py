@@ -77,10 +77,16 @@ def main(
 
 
 def _see_only(gpus: Sequence[int]) -> None:
-    import jax
+    """Hide the other GPUs from this process, which has not imported JAX yet.
 
-    # JAX reserves memory on every GPU that it sees, so the other engines' must not be among them.
-    jax.config.update("jax_cuda_visible_devices", ",".join(map(str, gpus)))
+    JAX reserves memory on every GPU that it sees, and its own setting for this
+    (jax_cuda_visible_devices) fails to compile for any but the first.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = (
+        [str(i) for i in gpus] if visible is None else visible.split(",")[gpus[0] : gpus[-1] + 1]
+    )
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
 
 
 class _Child:
@@ -239,6 +245,7 @@ class _Child:
 
 def _info(engine: "Engine") -> EngineInfo:
     return EngineInfo(
+        platform=engine.platform,
         max_model_len=engine.max_model_len,
         max_num_seqs=engine.scheduler_config.max_num_seqs,
         max_logprobs=engine.config.max_logprobs,

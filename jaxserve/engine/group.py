@@ -5,7 +5,7 @@ import functools
 import logging
 from collections.abc import Sequence
 
-from jaxserve.engine.client import EngineClient, EngineLostError, OpenRequest
+from jaxserve.engine.client import EngineClient, EngineLostError, EngineStartError, OpenRequest
 from jaxserve.engine.messages import Add, EngineInfo
 from jaxserve.engine.router import Router
 from jaxserve.engine.streams import EngineDeadError, RequestStream
@@ -31,8 +31,16 @@ class EngineGroup:
             engine.on_lost = functools.partial(self._take_loss, rank)
 
     async def start(self) -> list[EngineInfo]:
-        """Returns when all are ready. EngineStartError if one cannot be."""
+        """Returns when all are ready. EngineStartError if one cannot be, or not on
+        what the others run on."""
         infos = await asyncio.gather(*(engine.start() for engine in self.engines))
+        others = [rank for rank, info in enumerate(infos) if info.platform != infos[0].platform]
+        if others:
+            # JAX falls back to the CPU where no GPU is left.
+            raise EngineStartError(
+                f"engine 0 runs on {infos[0].platform}, engine {others[0]} on "
+                f"{infos[others[0]].platform}: there are too few GPUs for {len(infos)} engines"
+            )
         num_blocks = [info.num_blocks if info.enable_prefix_caching else 0 for info in infos]
         self._router = Router(infos[0].block_size, num_blocks)
         return infos

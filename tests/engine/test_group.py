@@ -5,7 +5,12 @@ import asyncio
 import pytest
 
 from jaxserve import EngineDeadError, SamplingParams
-from jaxserve.engine.client import SEQUENCE_LOAD, EngineClient, EngineLostError
+from jaxserve.engine.client import (
+    SEQUENCE_LOAD,
+    EngineClient,
+    EngineLostError,
+    EngineStartError,
+)
 from jaxserve.engine.group import EngineGroup
 from jaxserve.engine.messages import (
     Abort,
@@ -25,16 +30,16 @@ FAILED = EngineDeadError("the engine failed: the device is lost")
 class Remote(EngineClient):
     """What it is sent is kept; the test says what the engine answers."""
 
-    def __init__(self, num_blocks=1000):
+    def __init__(self, platform="cpu"):
         super().__init__()
+        self.platform = platform
         self.sent = []
         self.resets = 0
         self.say = self._take
         self.lose = self._lose
-        self._num_blocks = num_blocks
 
     async def start(self):
-        return EngineInfo(128, 8, 20, 256, self._num_blocks, 16, 16000, True, {})
+        return EngineInfo(self.platform, 128, 8, 20, 256, 1000, 16, 16000, True, {})
 
     async def reset_prefix_cache(self):
         self.resets += 1
@@ -207,3 +212,12 @@ def test_closing_is_no_failure(caplog):
 
     run(main())
     assert not caplog.records
+
+
+def test_engines_do_not_fall_back_to_the_cpu():
+    async def main():
+        group = EngineGroup([Remote("gpu"), Remote("gpu"), Remote("cpu")])
+        with pytest.raises(EngineStartError, match="engine 2 on cpu: there are too few GPUs for 3"):
+            await group.start()
+
+    run(main())
