@@ -243,9 +243,12 @@ class RayEngine(EngineClient):
             await asyncio.sleep(_STATS_INTERVAL_S)
             try:
                 self.stats = await asyncio.wait_for(self._ask_stats(), _STATS_TIMEOUT_S)
-                self.error = None
             except (RayError, RayServeException, TimeoutError) as error:
                 self._lose(self._lost(error))
+            else:
+                if self.error is not None:
+                    logger.info("an engine's replica serves again")
+                self.error = None
 
     async def _ask_stats(self) -> Stats:
         return await self._handle.stats.remote()
