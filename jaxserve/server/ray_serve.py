@@ -6,6 +6,7 @@ Ray Serve places them, listens on every machine, and starts again what has died.
 """
 
 import asyncio
+import contextvars
 import functools
 import logging
 import signal
@@ -215,7 +216,9 @@ class RayEngine(EngineClient):
         self._start_task(self._run(message) if isinstance(message, Add) else self._abort(message))
 
     def _start_task(self, work: Any) -> None:
-        task = asyncio.create_task(work)
+        # Out of the HTTP request's context: with that request, Ray Serve would cancel this call
+        # too, and nobody would tell the engine.
+        task = asyncio.create_task(work, context=contextvars.Context())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
