@@ -95,6 +95,19 @@ class Stream:
             assert lines[-2] == "data: [DONE]"
 
 
+def test_a_start_that_fails(cluster, model_folder, server_environment):
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxserve", "serve", str(model_folder), "--ray",
+         "--port", str(free_port()), "--load-format", "dummy", "--max-model-len", "9999"],
+        env=server_environment | {"RAY_ADDRESS": cluster},
+        capture_output=True, text=True, timeout=START_S,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert "max_model_len=9999 is more than" in done.stderr
+    *_, last = done.stderr.splitlines()
+    assert last == "jaxserve: error: Ray Serve could not start the engines; see above"
+
+
 def test_the_same_server(server, events):
     assert "3 engines" in server.wait_for(r"ready: .*")[0]
     assert server.http.get("/health").status_code == 200
