@@ -91,8 +91,8 @@ def test_one_line_for_what_is_not_installed(server_environment, model_folder):
         ),
         (
             ["--otlp-endpoint", "http://127.0.0.1:1", "--port", "0"],
-            "opentelemetry",
-            "--otlp-endpoint needs the package opentelemetry: pip install 'jaxserve[otel]'",
+            "opentelemetry.exporter",
+            "--otlp-endpoint needs the package opentelemetry.exporter: pip install 'jaxserve[otel]'",
         ),
     ):
         done = subprocess.run(
