@@ -50,16 +50,25 @@ def cluster(server_environment):
     """The address of a cluster of one machine with four CPUs, as far as it is told."""
     folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")
     port = free_port()
-    head = subprocess.Popen(
-        [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--num-cpus=4",
-         f"--port={port}", "--node-ip-address=127.0.0.1", "--include-dashboard=false",
-         "--disable-usage-stats", f"--temp-dir={folder}"],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=server_environment,
-    )  # fmt: skip
-    yield f"127.0.0.1:{port}"
-    head.terminate()
-    head.wait(60)
-    shutil.rmtree(folder, ignore_errors=True)
+    log = Path(folder) / "head.log"
+    with log.open("w") as output:
+        head = subprocess.Popen(
+            [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block",
+             "--num-cpus=4", f"--port={port}", "--node-ip-address=127.0.0.1",
+             "--include-dashboard=false", "--disable-usage-stats", f"--temp-dir={folder}"],
+            stdout=output, stderr=subprocess.STDOUT, env=server_environment,
+        )  # fmt: skip
+    try:
+        deadline = time.monotonic() + START_S
+        while "Ray runtime started" not in log.read_text():
+            assert head.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        yield f"127.0.0.1:{port}"
+    finally:
+        head.terminate()
+        head.wait(60)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
