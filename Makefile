@@ -1,5 +1,6 @@
 # make demo    install into .venv, fetch the demo model, answer a question
 # make test    run the whole CPU test suite
+# make ray     run the tests that need Ray, which it installs
 # make lint    formatting, linting, types and import contracts
 # make check   lint and test
 # make clean   remove .venv and caches (the demo model stays in the user's cache)
@@ -8,7 +9,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test lint check clean
+.PHONY: demo test ray lint check clean
 
 PROMPT ?= What is the capital of France?
 PYTEST_ARGS ?=
@@ -23,7 +24,11 @@ demo: .venv/.installed
 		--max-num-batched-tokens 32 --prompt "$$PROMPT"
 
 test: .venv/.installed-test
-	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not gpu and not ray" $(PYTEST_ARGS)
+
+ray: .venv/.installed-test
+	$(INSTALL) -e ".[ray]"
+	$(BIN)/python -m pytest -m ray $(PYTEST_ARGS)
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff format --check .

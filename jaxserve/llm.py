@@ -51,7 +51,7 @@ class LLM:
     """
 
     def __init__(self, model: str, **fields: Any) -> None:
-        self.engine = Engine(EngineConfig(model=model, **fields))
+        self.engine = Engine(_one_engine(model, fields))
         self._lock = threading.Lock()
 
     def __enter__(self) -> "LLM":
@@ -174,7 +174,7 @@ class AsyncLLM:
     """A model ready to generate for asyncio callers; the engine runs in a thread of its own."""
 
     def __init__(self, model: str, **fields: Any) -> None:
-        self._engine = AsyncEngine(Engine(EngineConfig(model=model, **fields)))
+        self._engine = AsyncEngine(Engine(_one_engine(model, fields)))
 
     @property
     def engine(self) -> Engine:
@@ -252,6 +252,14 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if len(prompts) and all(not isinstance(prompt, many) for prompt in prompts):
         return [prompts]
     return list(prompts)
+
+
+def _one_engine(model: str, fields: Mapping[str, Any]) -> EngineConfig:
+    if "data_parallel_size" in fields:
+        raise ValueError(
+            "data_parallel_size is an option of `jaxserve serve` alone: this is one engine"
+        )
+    return EngineConfig(model=model, **fields)
 
 
 def _one_each[T](values: T | Sequence[T] | None, count: int, name: str, default: T) -> list[T]:

@@ -2,7 +2,7 @@
 
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.output import ScheduledRequest, SchedulerOutput, TokenEvent
-from scheduler.prefix_cache import PrefixCacheStats
+from scheduler.prefix_cache import PrefixCacheStats, block_digest
 from scheduler.request import FinishReason, Request
 from scheduler.scheduler import Scheduler
 from scheduler.simulator import (
@@ -30,6 +30,7 @@ __all__ = [
     "SimulationResult",
     "TokenEvent",
     "TraceRequest",
+    "block_digest",
     "read_trace",
     "simulate",
 ]

@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -62,14 +62,31 @@ def make_engine(config: "EngineConfig") -> "Engine":
 def main(
     connection: socket.socket,
     factory: Callable[[], "Engine"],
+    gpus: Sequence[int] | None,
     max_num_queued_reqs: int | None,
 ) -> None:
-    """Run the engine that `factory` makes for whoever is at the other end of `connection`."""
+    """Run the engine that `factory` makes for whoever is at the other end of `connection`, on the
+    given GPUs (None: whatever JAX sees)."""
     # Ctrl-C in a terminal reaches this process too, but the server says when it is time.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+    if gpus is not None:
+        _see_only(gpus)
     _Child(connection, max_num_queued_reqs).run(factory)
+
+
+def _see_only(gpus: Sequence[int]) -> None:
+    """Hide the other GPUs from this process, which has not imported JAX yet.
+
+    JAX reserves memory on every GPU that it sees, and its own setting for this
+    (jax_cuda_visible_devices) fails to compile for any but the first.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = (
+        [str(i) for i in gpus] if visible is None else visible.split(",")[gpus[0] : gpus[-1] + 1]
+    )
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
 
 
 class _Child:
@@ -228,6 +245,7 @@ class _Child:
 
 def _info(engine: "Engine") -> EngineInfo:
     return EngineInfo(
+        platform=engine.platform,
         max_model_len=engine.max_model_len,
         max_num_seqs=engine.scheduler_config.max_num_seqs,
         max_logprobs=engine.config.max_logprobs,

@@ -71,6 +71,11 @@ class Engine:
         gc.freeze()
 
     @property
+    def platform(self) -> str:
+        """JAX's name for what the engine runs on: "gpu" or "cpu"."""
+        return self._parts.replicated.mesh.devices.flat[0].platform
+
+    @property
     def max_model_len(self) -> int:
         return self.scheduler_config.max_model_len
 

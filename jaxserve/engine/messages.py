@@ -20,6 +20,8 @@ _LENGTH = struct.Struct("<I")
 class EngineInfo:
     """What does not change while an engine runs."""
 
+    platform: str
+    """JAX's name for what it runs on: "gpu" or "cpu"."""
     max_model_len: int
     max_num_seqs: int
     max_logprobs: int

@@ -25,6 +25,8 @@ class RequestStream:
         self.loop = asyncio.get_running_loop()
         self.error: Exception | None = None
         """What ended the stream early."""
+        self.ranks: dict[str, int] = {}
+        """Which of several engines has each request."""
         self._deltas: list[OutputDelta] = []
         self._changed = asyncio.Event()
         self._num_unqueued = 0

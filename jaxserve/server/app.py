@@ -54,6 +54,12 @@ class Status:
             raise from_engine(self.service.engine.error)
         return self.service
 
+    def check_whole(self) -> None:
+        """ApiError 503 unless all engines serve."""
+        failure = self.ready_service().engine.failure
+        if failure is not None:
+            raise from_engine(failure)
+
 
 def make_app(config: ServerConfig, api_keys: list[str], status: Status) -> FastAPI:
     """`status` belongs to the caller, who changes it as the server's life goes on."""
@@ -130,6 +136,10 @@ def _service(request: Request) -> Service:
     return request.app.state.status.ready_service()
 
 
+def _check_whole(request: Request) -> None:
+    request.app.state.status.check_whole()
+
+
 Ready = Annotated[Service, Depends(_service)]
 _router = APIRouter(
     route_class=_Route, responses={"4XX": {"model": ErrorResponse}, 503: {"model": ErrorResponse}}
@@ -172,14 +182,14 @@ async def detokenize(body: DetokenizeRequest, service: Ready) -> responses.Detok
     return await service.detokenize(body)
 
 
-@_router.get("/health", response_class=Response)
-async def health(service: Ready) -> Response:
-    """200 while the engine makes progress or is idle."""
+@_router.get("/health", response_class=Response, dependencies=[Depends(_check_whole)])
+async def health() -> Response:
+    """200 while every engine makes progress or is idle."""
     return Response()
 
 
-@_router.get("/ping", response_class=Response)
-async def ping(service: Ready) -> Response:
+@_router.get("/ping", response_class=Response, dependencies=[Depends(_check_whole)])
+async def ping() -> Response:
     return Response()
 
 

@@ -18,6 +18,11 @@ class ServerConfig:
     """Address to listen on; "0.0.0.0" is every IPv4 address of the machine."""
     port: int = 8000
     """0: any free one; the log says which."""
+    data_parallel_size: int = 1
+    """Engines behind the port, each with a copy of the model; on GPUs each has tensor_parallel_size
+    of its own."""
+    ray: bool = False
+    """Spread the engines over a Ray cluster, behind the HTTP of Ray Serve."""
     api_key: Sequence[str] = ()
     """A key that clients may show. The command line is public on most machines: prefer
     api_key_file."""
@@ -39,7 +44,8 @@ class ServerConfig:
     max_request_bytes: int = 32 << 20
     """Longest request body."""
     max_num_queued_reqs: int | None = None
-    """Most requests that wait for a slot; more get 503 and Retry-After. None: no limit."""
+    """Most requests that wait for a slot of one engine; more get 503 and Retry-After. None: no
+    limit."""
     shutdown_timeout: float = 20.0
     """Seconds that running requests get to finish after SIGTERM or SIGINT; a second signal ends
     them at once."""
@@ -47,9 +53,13 @@ class ServerConfig:
     """Seconds without a finished step, with requests open, after which the engine counts as
     dead."""
     exit_on_engine_failure: bool = False
-    """End the server, with exit code 1, when its engine has failed."""
+    """End the server, with exit code 1, when an engine has failed; requests of other engines get
+    shutdown_timeout to finish."""
     log_format: LogFormat = "text"
     """"json": one object a line."""
+    otlp_endpoint: str | None = None
+    """An OpenTelemetry collector's URL (OTLP over HTTP, for instance http://127.0.0.1:4318), which
+    gets a span for each request."""
     disable_log_requests: bool = False
     """No line for each request."""
 
@@ -60,6 +70,11 @@ class ServerConfig:
 
         check(bool(self.host), "host", "an address")
         check(0 <= self.port < 65536, "port", "from 0 to 65535")
+        check(self.data_parallel_size >= 1, "data_parallel_size", "at least 1")
+        if self.ray:
+            check(self.port > 0, "port", "over 0 with ray")
+            check(not self.exit_on_engine_failure, "exit_on_engine_failure",
+                  "off with ray, which starts failed engines again")  # fmt: skip
         check(all(k and k.isascii() and k == k.strip() for k in self.api_key), "api_key",
               "ASCII text that is not empty and has no space at its ends")  # fmt: skip
         check(all(self.served_model_name), "served_model_name", "names that are not empty")
@@ -77,4 +92,7 @@ class ServerConfig:
             check(getattr(self, name) in (None, *names), name, " or ".join(names))
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise ValueError("enable_auto_tool_choice needs a tool_call_parser")
+        url = self.otlp_endpoint
+        check(url is None or url.startswith(("http://", "https://")), "otlp_endpoint",
+              "an http:// or https:// URL")  # fmt: skip
         check(self.log_format in ("text", "json"), "log_format", "text or json")

@@ -39,6 +39,9 @@ class Gate:
         self._logs_requests = logs_requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
         if scope["type"] != "http":
             raise RuntimeError(f"{scope['type']} is not served here")
         headers = Headers(scope=scope)

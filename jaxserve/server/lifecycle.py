@@ -2,12 +2,10 @@
 
 import asyncio
 import functools
-import json
 import logging
 import math
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -20,13 +18,14 @@ import uvloop
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.child import make_engine
-from jaxserve.engine.messages import EngineInfo
+from jaxserve.engine.group import EngineGroup
 from jaxserve.engine.process import EngineProcess
 from jaxserve.model.resolve import resolve_model
 from jaxserve.server.app import Status, make_app
-from jaxserve.server.config import LogFormat, ServerConfig
-from jaxserve.server.service import Service
-from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.server.config import ServerConfig
+from jaxserve.server.extras import import_extra, make_tracer
+from jaxserve.server.logs import set_up_logging
+from jaxserve.server.service import start_service
 
 _ABORT_S = 5
 """How long aborted requests may take to tell their clients."""
@@ -43,11 +42,14 @@ def serve(
     """Serve until SIGTERM or SIGINT; returns the exit code: 0, or 1 if the engine has failed and
     the server should end with it.
 
-    ValueError, OSError or EngineStartError, in one line, if it cannot start.
+    ValueError, OSError or RuntimeError, in one line, if it cannot start.
     """
     api_keys = _api_keys(config)
     template = None if config.chat_template is None else Path(config.chat_template).read_text()
-    _set_up_logging(config.log_format)
+    set_up_logging(config.log_format)
+    if config.ray:
+        on_ray = import_extra("jaxserve.server.ray_serve", "--ray", "ray")
+        return on_ray.serve(engine_config, config, engine_factory, api_keys, template)
     with _listen(config.host, config.port) as listener:
         server = _Server(engine_config, config, engine_factory, api_keys, template)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -67,8 +69,9 @@ class _Server:
         self._config = config
         self._engine_factory = engine_factory
         self._chat_template = chat_template
+        self._tracer = make_tracer(config.otlp_endpoint)
         self._status = Status()
-        self._engine: EngineProcess | None = None
+        self._engine: EngineGroup | None = None
         self._stop = asyncio.Event()
         self._stop_at_once = asyncio.Event()
         self._http = _HttpServer(
@@ -103,6 +106,8 @@ class _Server:
             life.cancel()
             if self._engine is not None:
                 await self._engine.close()
+            if self._tracer is not None:
+                await asyncio.to_thread(self._tracer.close)
 
     def _hear(self, number: int) -> None:
         if self._stop.is_set():
@@ -120,35 +125,37 @@ class _Server:
             start.cancel()
             return 0
         await start
-        ended = asyncio.create_task(self._engine.wait_ended())
-        await asyncio.wait((stop, ended), return_when=asyncio.FIRST_COMPLETED)
-        if ended.done() and not stop.done():
-            logger.error("the engine cannot serve requests: %s", ended.result())
-            if self._config.exit_on_engine_failure:
-                return 1
-            await stop
+        failed = asyncio.create_task(self._engine.wait_failure())
+        ends = (stop, failed) if self._config.exit_on_engine_failure else (stop,)
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        has_failed = not stop.done()
         await self._drain()
-        return 0
+        return 1 if has_failed else 0
 
     async def _start(self) -> None:
         begin = time.monotonic()
         logger.info("loading %s", self._engine_config.model)
         folder = await asyncio.to_thread(resolve_model, self._engine_config.model)
-        self._engine = EngineProcess(
-            functools.partial(
-                self._engine_factory, replace(self._engine_config, model=str(folder))
-            ),
+        config = replace(self._engine_config, model=str(folder))
+        factory = functools.partial(self._engine_factory, config)
+        self._engine = EngineGroup(
+            [self._engine_process(factory, rank) for rank in range(self._config.data_parallel_size)]
+        )
+        names = self._config.served_model_name or (self._engine_config.model,)
+        self._status.service = service = await start_service(
+            self._engine, folder, names, self._chat_template, self._config, self._tracer
+        )
+        logger.info(service.ready_line(time.monotonic() - begin))
+
+    def _engine_process(self, factory: Callable[[], Any], rank: int) -> EngineProcess:
+        size = self._engine_config.tensor_parallel_size
+        gpus = range(rank * size, (rank + 1) * size)
+        return EngineProcess(
+            factory,
+            gpus=gpus if self._config.data_parallel_size > 1 else None,
             max_num_queued_reqs=self._config.max_num_queued_reqs,
             stall_timeout_s=self._config.engine_stall_timeout,
         )
-        info, tokenizer = await asyncio.gather(
-            self._engine.start(), asyncio.to_thread(Tokenizer, folder)
-        )
-        names = list(self._config.served_model_name) or [self._engine_config.model]
-        self._status.service = await asyncio.to_thread(
-            Service, self._engine, info, tokenizer, names, self._chat_template, self._config
-        )
-        logger.info(_ready_line(names[0], info, time.monotonic() - begin))
 
     async def _drain(self) -> None:
         """Let open requests finish, up to the time allowed; then end them."""
@@ -172,16 +179,6 @@ class _HttpServer(uvicorn.Server):
         return nullcontext()
 
 
-def _ready_line(name: str, info: EngineInfo, seconds: float) -> str:
-    phases = ", ".join(f"{phase} {s:.1f} s" for phase, s in info.startup_s.items())
-    concurrency = info.kv_capacity_tokens / info.max_model_len
-    return (
-        f"ready: {name}, max_model_len {info.max_model_len}, KV cache of "
-        f"{info.kv_capacity_tokens} tokens, enough for {concurrency:.1f} requests of that length; "
-        f"started in {seconds:.1f} s ({phases})"
-    )
-
-
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=2048)
@@ -195,30 +192,3 @@ def _api_keys(config: ServerConfig) -> list[str]:
             raise ValueError(f"api_key_file {config.api_key_file} must hold a key, and is empty")
         keys += lines
     return keys
-
-
-def _set_up_logging(log_format: LogFormat) -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    if log_format == "json":
-        handler.setFormatter(_JsonFormatter())
-    else:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    for name, level in (("jaxserve", logging.INFO), ("uvicorn", logging.WARNING)):
-        named = logging.getLogger(name)
-        named.handlers = [handler]
-        named.setLevel(level)
-        named.propagate = False
-
-
-class _JsonFormatter(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        entry = {
-            "time": round(record.created, 3),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-            **getattr(record, "fields", {}),
-        }
-        if record.exc_info:
-            entry["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(entry)

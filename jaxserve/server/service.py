@@ -4,14 +4,15 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxserve.engine.group import EngineGroup
 from jaxserve.engine.messages import EngineInfo
-from jaxserve.engine.process import EngineProcess
-from jaxserve.engine.streams import EngineDeadError, RequestStream
+from jaxserve.engine.streams import EngineDeadError, QueueFullError, RequestStream
 from jaxserve.outputs import OutputDelta
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.config import ServerConfig
@@ -40,6 +41,9 @@ from jaxserve.server.protocol.shaping import (
 from jaxserve.server.sse import ClientDisconnected, EventStream, until_disconnect
 from jaxserve.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from jaxserve.server.tracing import Tracer
+
 MAX_SEQUENCES = 1024
 """Of one HTTP request: prompts times n."""
 _MAX_SHRINK = 3
@@ -53,23 +57,41 @@ class Service:
 
     def __init__(
         self,
-        engine: EngineProcess,
-        info: EngineInfo,
+        engine: EngineGroup,
+        infos: Sequence[EngineInfo],
         tokenizer: Tokenizer,
         model_names: Sequence[str],
         chat_template: str | None,
         config: ServerConfig,
+        tracer: "Tracer | None",
     ) -> None:
         self.engine = engine
-        self.info = info
-        self.metrics = ServerMetrics(engine, info, model_names[0])
+        self.info = infos[0]
+        self._infos = infos
+        self.metrics = ServerMetrics(engine, infos, model_names[0])
         self._tokenizer = tokenizer
         self._model_names = model_names
         self._chat_template = chat_template
         self._enable_auto_tool_choice = config.enable_auto_tool_choice
         self._format = AnswerFormat(tokenizer, config.tool_call_parser, config.reasoning_parser)
+        self._tracer = tracer
         self._created = int(time.time())
-        self._max_text_bytes = _MAX_SHRINK * info.max_model_len * tokenizer.longest_token_bytes()
+        self._max_text_bytes = (
+            _MAX_SHRINK * self.info.max_model_len * tokenizer.longest_token_bytes()
+        )
+
+    def ready_line(self, seconds: float) -> str:
+        """What the log says when the start has taken `seconds`."""
+        slowest = max(self._infos, key=lambda info: sum(info.startup_s.values()))
+        phases = ", ".join(f"{phase} {s:.1f} s" for phase, s in slowest.startup_s.items())
+        capacity = sum(info.kv_capacity_tokens for info in self._infos)
+        max_model_len = self.info.max_model_len
+        engines = "" if len(self._infos) == 1 else f"{len(self._infos)} engines, "
+        return (
+            f"ready: {self._model_names[0]}, {engines}max_model_len {max_model_len}, KV cache of "
+            f"{capacity} tokens, enough for {capacity / max_model_len:.1f} requests of that "
+            f"length; started in {seconds:.1f} s ({phases})"
+        )
 
     # Without the engine.
 
@@ -155,12 +177,15 @@ class Service:
         arrival_s: float,
     ) -> Response:
         stream = RequestStream()
+        clock: RequestClock | None = None
 
-        def leave() -> None:
+        def end() -> None:
             """What is not finished has nobody to read it."""
             if not stream.finished:
                 for request_id in batch.request_ids:
                     self.engine.abort(request_id)
+            if self._tracer is not None and clock is not None:
+                self._tracer.record(clock, shaper.head.id, batch.params, http.headers, stream.error)
 
         try:
             for request_id, prompt in zip(batch.request_ids, batch.prompts, strict=True):
@@ -169,19 +194,21 @@ class Service:
                 )
             await stream.wait_queued()
             lens = [len(prompt.token_ids) for prompt in batch.prompts]
-            clock = RequestClock(self.metrics, lens, arrival_s)
+            prompt_lens = dict(zip(batch.request_ids, lens, strict=True))
+            clock = RequestClock(self.metrics, stream.ranks, prompt_lens, arrival_s)
             if body.stream:
-                return EventStream(self._events(stream, shaper, clock), leave)
+                return EventStream(self._events(stream, shaper, clock), end)
             deltas = await until_disconnect(http.receive, _collect(stream, clock))
         except ClientDisconnected:
-            leave()
+            end()
             return Response(status_code=_CLOSED_REQUEST)
         except (ValueError, RuntimeError) as error:
-            leave()
+            end()
             raise from_engine(error, type(body).model_fields) from error
         except BaseException:
-            leave()
+            end()
             raise
+        end()
         return Response(encode_json(shaper.whole(deltas)), media_type="application/json")
 
     async def _events(
@@ -192,7 +219,7 @@ class Service:
                 clock.observe(deltas)
                 if data := shaper.chunks(deltas):
                     yield data
-        except EngineDeadError as error:
+        except (EngineDeadError, QueueFullError) as error:
             yield event(from_engine(error).body) + DONE
         else:
             yield shaper.end()
@@ -253,6 +280,21 @@ class Service:
 
     def _head(self, id_: str) -> Head:
         return Head(id_, self._model_names[0], int(time.time()))
+
+
+async def start_service(
+    engine: EngineGroup,
+    folder: Path,
+    model_names: Sequence[str],
+    chat_template: str | None,
+    config: ServerConfig,
+    tracer: "Tracer | None",
+) -> Service:
+    """Start the engines while the tokenizer in `folder` is loaded."""
+    infos, tokenizer = await asyncio.gather(engine.start(), asyncio.to_thread(Tokenizer, folder))
+    return await asyncio.to_thread(
+        Service, engine, infos, tokenizer, model_names, chat_template, config, tracer
+    )
 
 
 @dataclass(frozen=True, slots=True)

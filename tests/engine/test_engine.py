@@ -436,6 +436,7 @@ def test_parameters_of_the_wrong_type_among_good_ones(llm, prompts, solo):
         ({"max_model_len": "64"}, "max_model_len must be an integer, got '64'"),
         ({"max_num_seqs": 2.5}, "max_num_seqs must be an integer, got 2.5"),
         ({"block_size": 12}, "block_size must be 8, 16, 32, 64 or 128, got 12"),
+        ({"data_parallel_size": 2}, "data_parallel_size is an option of `jaxserve serve` alone"),
         ({"dtype": "float16"}, "dtype must be one of auto, float32, bfloat16"),
         (
             {"max_num_seqs": 64, "max_num_batched_tokens": 16},

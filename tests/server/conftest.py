@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,13 +84,13 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Server:
     """A running server; its log is kept for assertions."""
 
-    def __init__(self, command: list[str]) -> None:
+    def __init__(self, command: list[str], port: int, env: Mapping[str, str]) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, *command, "--port", "0"],
+            [sys.executable, *command, "--port", str(port)],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
-            env=ENVIRONMENT,
+            env=ENVIRONMENT | env,
         )
         self.lines: list[str] = []
         self._changed = threading.Condition()
@@ -142,12 +143,17 @@ class Server:
                 found.append(int(stat.parent.name))
         return found
 
+    def engine_pids(self) -> list[int]:
+        """The children that run engines, by their command lines."""
+        return [
+            pid
+            for pid in self.children()
+            if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
+
     def engine_pid(self) -> int:
-        """The child that runs the engine, by its command line."""
-        for pid in self.children():
-            if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                return pid
-        raise AssertionError("no engine process")
+        (pid,) = self.engine_pids()
+        return pid
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
@@ -186,6 +192,26 @@ class Server:
             self.process.stderr.close()
 
 
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+@pytest.fixture(scope="session")
+def wait_gone() -> Callable[[list[int]], None]:
+    """Waits until none of these processes is left."""
+
+    def wait(pids: list[int]) -> None:
+        deadline = time.monotonic() + 10
+        while not all(is_gone(pid) for pid in pids):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    return wait
+
+
 @pytest.fixture(scope="session")
 def server_environment() -> dict[str, str]:
     return ENVIRONMENT
@@ -196,8 +222,8 @@ def start_server() -> Iterator[Callable[..., Server]]:
     """Start a server with the interpreter's arguments; all of them end with the session."""
     started: list[Server] = []
 
-    def start(*arguments: str) -> Server:
-        started.append(Server([*arguments]))
+    def start(*arguments: str, port: int = 0, env: Mapping[str, str] | None = None) -> Server:
+        started.append(Server([*arguments], port, env or {}))
         return started[-1]
 
     yield start

@@ -37,6 +37,8 @@ def logprob_of(token_id: int) -> float:
 class FakeEngine(Engine):
     """Waits `step_time_s` in every step."""
 
+    platform = "cpu"
+
     def __init__(self, config: EngineConfig, step_time_s: float = 0.0) -> None:
         self.config = config
         self.tokenizer = Tokenizer(config.model)

@@ -5,26 +5,11 @@ import re
 import signal
 import socket
 import time
-from pathlib import Path
 
 import httpx2
 import pytest
 
 LONG = {"prompt": "abc", "max_tokens": 60, "ignore_eos": True}
-
-
-def is_gone(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
-
-
-def wait_gone(pids, timeout_s=10.0):
-    deadline = time.monotonic() + timeout_s
-    while not all(is_gone(pid) for pid in pids):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def stream(server):
@@ -53,7 +38,7 @@ def test_before_and_when_ready(server):
     assert server.url.startswith("http://127.0.0.1:")
 
 
-def test_fault_17_streams_finish_after_sigterm(server):
+def test_fault_17_streams_finish_after_sigterm(server, wait_gone):
     server.ready()
     children = server.children()
     assert children
@@ -76,7 +61,7 @@ def test_fault_17_streams_finish_after_sigterm(server):
         socket.create_connection((host, int(port)), timeout=5)
 
 
-def test_fault_17_what_does_not_finish_in_time_is_aborted(start_fake):
+def test_fault_17_what_does_not_finish_in_time_is_aborted(start_fake, wait_gone):
     server = start_fake("--step-time", "0.2", "--shutdown-timeout", "0.3").ready()
     children = server.children()
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
@@ -91,7 +76,7 @@ def test_fault_17_what_does_not_finish_in_time_is_aborted(start_fake):
     wait_gone(children)
 
 
-def test_fault_17_no_child_outlives_a_killed_server(start_fake):
+def test_fault_17_no_child_outlives_a_killed_server(start_fake, wait_gone):
     server = start_fake("--step-time", "0.02").ready()
     children = server.children()
     with concurrent.futures.ThreadPoolExecutor(1) as pool:

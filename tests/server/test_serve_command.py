@@ -64,6 +64,9 @@ def test_one_line_for_what_cannot_be_served(server_environment, model_folder, fa
         ([str(model_folder), "--max-model-len", "9999"], 1, "max_model_len=9999 is more than"),
         ([str(model_folder), "--port", "70000"], 2, "jaxserve: error: port must be from 0 to"),
         ([str(model_folder), "--port", port], 1, "in use"),
+        ([str(model_folder), "--data-parallel-size", "0"], 2, "data_parallel_size must be at"),
+        ([str(model_folder), "--ray"], 2, "port must be over 0 with ray, got 0"),
+        ([str(model_folder), "--otlp-endpoint", "x:4318"], 2, "otlp_endpoint must be an http"),
     ):
         done = subprocess.run(
             [sys.executable, "-m", "jaxserve", "serve", "--port", "0", *FLAGS[2:4], *arguments],
@@ -76,3 +79,23 @@ def test_one_line_for_what_cannot_be_served(server_environment, model_folder, fa
         assert done.returncode == code, done.stderr
         assert message in last
         assert "Traceback" not in done.stderr
+
+
+def test_one_line_for_what_is_not_installed(server_environment, model_folder):
+    script = "import sys; sys.modules[{!r}] = None; from jaxserve.cli import main; sys.exit(main())"
+    for option, value, package, extra in (
+        ("--ray", (), "ray", "ray"),
+        ("--otlp-endpoint", ("http://127.0.0.1:1",), "opentelemetry.exporter", "otel"),
+    ):
+        arguments = [str(model_folder), "--port", "65000", option, *value]
+        done = subprocess.run(
+            [sys.executable, "-c", script.format(package), "serve", *arguments],
+            env=server_environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 1
+        (line,) = done.stderr.splitlines()
+        assert line.startswith(f"jaxserve: error: {option} needs the package {package}")
+        assert line.endswith(f": pip install 'jaxserve[{extra}]'")
