@@ -9,31 +9,46 @@ const percent = new Intl.NumberFormat("en", { style: "percent", maximumFractionD
 const count = (value) => whole.format(value);
 const figure = (value) => (value < 100 ? short.format(value) : whole.format(value));
 const milliseconds = (value) => `${figure(value)} ms`;
+const perSecond = (value) => `${figure(value)}/s`;
 
 /** Draws in `parent` and polls for ever. `onUp()` is awaited when the server has come up,
  *  `onState(isUp, text)` called after each poll. */
 function watchEngine(parent, onUp, onState) {
   let isUp = false;
   const history = new History();
-  const plot = (title, least, ...series) =>
-    new Plot(parent, {
-      title,
-      least,
-      series: series.map(([name, label, format]) => ({ name, label, format })),
-    });
-  const requests = plot("Requests", 1, ["running", "running", count], ["waiting", "waiting", count]);
-  const tokens = plot("Tokens per second", 10, ["generated", "made", figure], ["prompt", "prompt", figure]);
-  const steps = plot("Step time", 1, ["decode", "decode", milliseconds], ["prefill", "prefill", milliseconds]);
-  const blocks = plot("KV blocks", 10, ["blocks", "in use", count]);
-  const prefix = plot("Prefix cache, tokens per second", 10, ["found", "found", figure], ["lookedUp", "looked up", figure]);
+  const plot = (title, least, ...series) => new Plot(parent, { title, least, series });
+  const requests = plot(
+    "Requests",
+    1,
+    { name: "running", label: "running", format: count },
+    { name: "waiting", label: "waiting", format: count },
+  );
+  const tokens = plot("Tokens per second", 10, {
+    name: "generated",
+    label: "generated",
+    format: figure,
+  });
+  const steps = plot(
+    "Step time",
+    1,
+    { name: "decode", label: "decode", format: milliseconds },
+    { name: "prefill", label: "prefill", format: milliseconds },
+  );
+  const blocks = plot("KV blocks", 10, { name: "blocks", label: "in use", format: count });
+  const prefix = plot(
+    "Prefix cache",
+    10,
+    { name: "hits", label: "hits", format: perSecond },
+    { name: "queries", label: "queries", format: perSecond },
+  );
 
   function draw() {
     for (const each of [requests, tokens, steps]) each.show(history.points);
     const { blocks: used, numBlocks } = history.readings.at(-1) ?? {};
-    const share = numBlocks ? `of ${count(numBlocks)}, ${percent.format(used / numBlocks)}` : "";
+    const share = numBlocks ? `of ${count(numBlocks)} (${percent.format(used / numBlocks)})` : "";
     blocks.show(history.points, share);
     const rate = history.hitRate();
-    prefix.show(history.points, rate === null ? "" : `${percent.format(rate)} found`);
+    prefix.show(history.points, rate === null ? "" : percent.format(rate));
   }
 
   async function poll() {

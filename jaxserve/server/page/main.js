@@ -11,7 +11,10 @@ function setUpTheme() {
     (root.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
   const stored = localStorage.getItem(THEME);
   if (stored) root.dataset.theme = stored;
-  const name = () => (get("theme").textContent = isDark() ? "Light" : "Dark");
+  const name = () => {
+    get("theme").textContent = isDark() ? "Light" : "Dark";
+    get("theme").setAttribute("aria-label", `${get("theme").textContent} theme`);
+  };
   get("theme").addEventListener("click", () => {
     root.dataset.theme = isDark() ? "light" : "dark";
     localStorage.setItem(THEME, root.dataset.theme);

@@ -1,6 +1,6 @@
 // /metrics, as Prometheus reads it, and what has changed between two readings.
 
-const WINDOW_S = 300;
+const WINDOW_S = 180;
 
 /** Families' samples by name: [{labels, value}]. */
 function parseMetrics(text) {
@@ -42,9 +42,8 @@ function readingOf(text, timeS) {
     numBlocks,
     blocks: Math.round((sum("kv_cache_usage_perc") / usage.length) * numBlocks),
     generated: sum("generation_tokens_total"),
-    prompt: sum("prompt_tokens_total"),
-    lookedUp: sum("prefix_cache_queries_total"),
-    found: sum("prefix_cache_hits_total"),
+    queries: sum("prefix_cache_queries_total"),
+    hits: sum("prefix_cache_hits_total"),
     decode: steps("decode"),
     prefill: steps("prefill", "mixed"),
   };
@@ -58,7 +57,7 @@ function pointOf(before, now) {
   const hasBefore = before && before.generated <= now.generated;
   const rate = (name) =>
     hasBefore ? Math.max(0, now[name] - before[name]) / (timeS - before.timeS) : null;
-  for (const name of ["generated", "prompt", "lookedUp", "found"]) point[name] = rate(name);
+  for (const name of ["generated", "queries", "hits"]) point[name] = rate(name);
   for (const kind of ["decode", "prefill"]) {
     const count = hasBefore ? now[kind].count - before[kind].count : 0;
     point[kind] = count > 0 ? ((now[kind].seconds - before[kind].seconds) / count) * 1000 : null;
@@ -83,11 +82,10 @@ class History {
     this.points.push({ timeS });
   }
 
-  /** Of the prompt tokens looked up in these minutes, how many were found: 0 to 1, or null. */
+  /** Of the prompt tokens looked up in these minutes, how many were cached: 0 to 1, or null. */
   hitRate() {
-    const first = this.readings[0];
-    const last = this.readings.at(-1);
-    const lookedUp = last ? last.lookedUp - first.lookedUp : 0;
-    return lookedUp > 0 ? (last.found - first.found) / lookedUp : null;
+    const [first, last] = [this.readings[0], this.readings.at(-1)];
+    const queries = last ? last.queries - first.queries : 0;
+    return queries > 0 ? (last.hits - first.hits) / queries : null;
   }
 }

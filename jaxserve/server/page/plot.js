@@ -11,9 +11,11 @@ function roundUp(value) {
 }
 
 function ageText(seconds) {
-  const whole = Math.round(seconds);
-  const minutes = Math.floor(whole / 60);
-  return whole < 1 ? "now" : minutes ? `${minutes} min ${whole % 60} s ago` : `${whole} s ago`;
+  const rounded = Math.round(seconds);
+  if (rounded === 0) return "now";
+  const minutes = Math.floor(rounded / 60);
+  const parts = [minutes && `${minutes} min`, rounded % 60 && `${rounded % 60} s`, "ago"];
+  return parts.filter(Boolean).join(" ");
 }
 
 /** A card at the end of `parent`. `series`: one or two of {name, label, format}, with the names of
@@ -37,6 +39,7 @@ class Plot {
     this.canvas = find(".canvas");
     this.canvas.setAttribute("aria-label", `${title}, last ${WINDOW_S / 60} minutes`);
     this.canvas.setAttribute("aria-valuemin", -WINDOW_S);
+    find(".oldest").textContent = ageText(WINDOW_S);
     this.top = find(".top");
     this.age = find(".age");
     this.note = find(".note");
