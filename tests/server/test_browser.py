@@ -13,6 +13,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PAT
 KEY = "sk-browser"
 # The fake engine answers a conversation with its first message.
 LONG = "a long message, which takes many steps to say again; " * 6
+CHAT = "**/v1/chat/completions"
 WIDTH_PX = 360
 FREE_S = 5.0
 
@@ -96,7 +97,7 @@ def test_a_chat_streams(page):
             }).observe(document.querySelector(".turns"), { subtree: true, childList: true });
         }"""
     )
-    text = "<b>bold</b> & <img src=x onerror=alert(1)>"
+    text = "<b>bold</b> & <img src=x onerror=this.title>"
     send(page, text)
     finished(page)
     # As text, not as markup; and in many pieces.
@@ -119,7 +120,7 @@ def test_what_a_request_says(page):
     page.get_by_label("Top k").fill("40")
     page.get_by_label("Max tokens").fill("7")
     page.get_by_label("Seed").fill("11")
-    with page.expect_request("**/v1/chat/completions") as asked:
+    with page.expect_request(CHAT) as asked:
         send(page, "hello")
     assert json.loads(asked.value.post_data) == {
         "model": "fake",
@@ -139,7 +140,7 @@ def test_what_a_request_says(page):
     said = answer(page).text_content()
     page.get_by_label("Max tokens").fill("")
     page.get_by_label("System prompt").fill("")
-    with page.expect_request("**/v1/chat/completions") as asked:
+    with page.expect_request(CHAT) as asked:
         send(page, "and now?")
     body = json.loads(asked.value.post_data)
     assert "max_tokens" not in body
@@ -163,7 +164,7 @@ def test_a_conversation_outlives_a_reload_and_is_cleared(page):
     page.reload()
     expect(answer(page)).to_have_text("hello")
     expect(page.get_by_label("Seed")).to_have_value("3")
-    with page.expect_request("**/v1/chat/completions") as asked:
+    with page.expect_request(CHAT) as asked:
         page.get_by_role("button", name="Retry").click()
     assert [m["content"] for m in json.loads(asked.value.post_data)["messages"]] == ["hello"]
     finished(page)
@@ -202,7 +203,7 @@ def plot(page, title):
 
 
 def test_the_plots_move(page, server):
-    titles = ("Requests", "Tokens per second", "Step time", "KV blocks", "Prefix cache")
+    titles = ("Requests", "Tokens per second", "Step time", "KV blocks", "Prefix hits")
     lines = [plot(page, title).locator("path.line.series-0") for title in titles]
     before = [line.get_attribute("d") for line in lines]
     send(page, LONG)
@@ -217,7 +218,7 @@ def test_the_plots_move(page, server):
     send(page, "again")
     finished(page)
     wait_idle(server)
-    expect(page.get_by_text(re.compile(r"^[1-9][\d.]*%$"))).to_be_visible()
+    expect(page.get_by_text(re.compile(r"^[1-9][\d.]*% of prompts$"))).to_be_visible()
     for old, line in zip(before, lines, strict=True):
         heights = {
             point.split()[1] for point in re.findall(r"[\d.]+ [\d.]+", line.get_attribute("d"))
@@ -320,8 +321,8 @@ def test_on_a_phone(open_page, server):
     page.get_by_role("button", name="Engine").tap()
     expect(plot(page, "Requests")).to_be_in_viewport(ratio=1)
     expect(page.get_by_label("Message")).to_be_hidden()
-    plot(page, "Prefix cache").scroll_into_view_if_needed()
-    expect(plot(page, "Prefix cache")).to_be_in_viewport(ratio=1)
+    plot(page, "Prefix hits").scroll_into_view_if_needed()
+    expect(plot(page, "Prefix hits")).to_be_in_viewport(ratio=1)
     assert is_narrow(page)
     page.get_by_role("button", name="Chat").tap()
     expect(page.get_by_label("Message")).to_be_visible()
@@ -379,7 +380,7 @@ def test_everything_can_be_read(open_page, start_fake, server, scheme):
     expect(page.get_by_role("status").first).to_have_text("Ready")
     send(page, "hello")
     finished(page)
-    page.route("**/v1/chat/completions", lambda route: route.abort())
+    page.route(CHAT, lambda route: route.abort())
     send(page, "hello")
     expect(page.locator(".problem").last).to_have_text("The server cannot be reached.")
     dark = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(18, 21, 26)"
@@ -401,12 +402,26 @@ def test_the_theme_can_be_chosen(page):
     assert page.evaluate(ground) == light
 
 
+def answer_with(page, status, body, headers=None):
+    page.route(CHAT, lambda route: route.fulfill(status=status, body=body, headers=headers))
+
+
 def test_errors_in_plain_words(open_page, start_fake):
     server = start_fake("--step-time", "0.05", "--max-model-len", "64").ready()
     page = open_page(server)
     state = page.get_by_role("status").first
     expect(state).to_have_text("Ready")
     problem = page.locator(".problem").last
+    answer_with(page, 500, "<h1>no JSON</h1>")
+    send(page, "hello")
+    expect(problem).to_have_text("The server answered with status 500.")
+    answer_with(page, 503, '{"error": {"message": "no <b>room</b>"}}', {"Retry-After": "5"})
+    send(page, "hello")
+    expect(problem).to_have_text("No <b>room</b>. Try again in 5 s.")
+    answer_with(page, 200, 'data: {"error": {"message": "the engine is dead"}}\n\n')
+    send(page, "hello")
+    expect(problem).to_have_text("The engine is dead.")
+    page.unroute(CHAT)
     send(page, LONG)
     expect(problem).to_have_text(
         re.compile(r"^The prompt has \d+ tokens, but the model takes .*\.$")

@@ -9,7 +9,6 @@ const percent = new Intl.NumberFormat("en", { style: "percent", maximumFractionD
 const count = (value) => whole.format(value);
 const figure = (value) => (value < 100 ? short.format(value) : whole.format(value));
 const milliseconds = (value) => `${figure(value)} ms`;
-const perSecond = (value) => `${figure(value)}/s`;
 
 /** Draws in `parent` and polls for ever. `onUp()` is awaited when the server has come up,
  *  `onState(isUp, text)` called after each poll. */
@@ -35,12 +34,7 @@ function watchEngine(parent, onUp, onState) {
     { name: "prefill", label: "prefill", format: milliseconds },
   );
   const blocks = plot("KV blocks", 10, { name: "blocks", label: "in use", format: count });
-  const prefix = plot(
-    "Prefix cache",
-    10,
-    { name: "hits", label: "hits", format: perSecond },
-    { name: "queries", label: "queries", format: perSecond },
-  );
+  const prefix = plot("Prefix hits", 10, { name: "hits", label: "tokens/s", format: figure });
 
   function draw() {
     for (const each of [requests, tokens, steps]) each.show(history.points);
@@ -48,7 +42,7 @@ function watchEngine(parent, onUp, onState) {
     const share = numBlocks ? `of ${count(numBlocks)} (${percent.format(used / numBlocks)})` : "";
     blocks.show(history.points, share);
     const rate = history.hitRate();
-    prefix.show(history.points, rate === null ? "" : percent.format(rate));
+    prefix.show(history.points, rate === null ? "" : `${percent.format(rate)} of prompts`);
   }
 
   async function poll() {

@@ -57,7 +57,7 @@ function pointOf(before, now) {
   const hasBefore = before && before.generated <= now.generated;
   const rate = (name) =>
     hasBefore ? Math.max(0, now[name] - before[name]) / (timeS - before.timeS) : null;
-  for (const name of ["generated", "queries", "hits"]) point[name] = rate(name);
+  for (const name of ["generated", "hits"]) point[name] = rate(name);
   for (const kind of ["decode", "prefill"]) {
     const count = hasBefore ? now[kind].count - before[kind].count : 0;
     point[kind] = count > 0 ? ((now[kind].seconds - before[kind].seconds) / count) * 1000 : null;
