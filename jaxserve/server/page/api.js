@@ -2,6 +2,8 @@
 
 const KEY = "jaxserve.key"; // sign_in.js has it too
 
+const LOST = "The connection was lost before the answer was complete.";
+
 /** What went wrong, in words. */
 class Failure extends Error {}
 
@@ -19,16 +21,23 @@ async function call(path, options = {}) {
   return response;
 }
 
+/** Its whole text. Throws as `call` does. */
+async function callForText(path, options) {
+  const response = await call(path, options);
+  return response.text().catch((error) => {
+    throw connectionFailure(error, LOST);
+  });
+}
+
 /** The events of a stream, until [DONE]. Throws as `call` does. */
 async function* eventsOf(response) {
-  const lost = "The connection was lost before the answer was complete.";
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
     const { done, value } = await reader.read().catch((error) => {
-      throw connectionFailure(error, lost);
+      throw connectionFailure(error, LOST);
     });
-    if (done) throw new Failure(lost);
+    if (done) throw new Failure(LOST);
     const blocks = (rest + value).split("\n\n");
     rest = blocks.pop();
     for (const block of blocks) {

@@ -19,52 +19,53 @@ function watchEngine(parent, onUp, onState) {
   const requests = plot(
     "Requests",
     1,
-    { name: "running", label: "running", format: count },
-    { name: "waiting", label: "waiting", format: count },
+    { name: "running", format: count },
+    { name: "waiting", format: count },
   );
-  const tokens = plot("Tokens per second", 10, {
-    name: "generated",
-    label: "generated",
-    format: figure,
-  });
+  const tokens = plot("Tokens per second", 10, { name: "generated", format: figure });
   const steps = plot(
     "Step time",
     1,
-    { name: "decode", label: "decode", format: milliseconds },
-    { name: "prefill", label: "prefill", format: milliseconds },
+    { name: "decode", format: milliseconds },
+    { name: "prefill", format: milliseconds },
   );
   const blocks = plot("KV blocks", 10, { name: "blocks", label: "in use", format: count });
   const prefix = plot("Prefix hits", 10, { name: "hits", label: "tokens/s", format: figure });
 
   function draw() {
     for (const each of [requests, tokens, steps]) each.show(history.points);
-    const { blocks: used, numBlocks } = history.readings.at(-1) ?? {};
-    const share = numBlocks ? `of ${count(numBlocks)} (${percent.format(used / numBlocks)})` : "";
-    blocks.show(history.points, share);
+    const { reading } = history.points.at(-1);
+    const share = reading && percent.format(reading.blocks / reading.numBlocks);
+    blocks.show(history.points, reading ? `of ${count(reading.numBlocks)} (${share})` : "");
     const rate = history.hitRate();
     prefix.show(history.points, rate === null ? "" : `${percent.format(rate)} of prompts`);
   }
 
+  /** Throws Failure. */
+  async function read() {
+    const text = await callForText("metrics", { signal: AbortSignal.timeout(ANSWER_MS) });
+    if (!isUp) await onUp();
+    return readingOf(text);
+  }
+
   async function poll() {
     const timeS = performance.now() / 1000;
-    try {
-      const response = await call("metrics", { signal: AbortSignal.timeout(ANSWER_MS) });
-      history.add(readingOf(await response.text(), timeS));
-      if (!isUp) await onUp();
-      isUp = true;
-      onState(isUp, "Ready");
-    } catch (error) {
+    let problem = null;
+    const reading = await read().catch((error) => {
       if (!(error instanceof Failure)) throw error;
-      isUp = false;
-      history.addGap(timeS);
-      onState(isUp, error.message);
-    }
+      problem = error.message;
+      return null;
+    });
+    isUp = reading !== null;
+    onState(isUp, problem ?? "Ready");
+    history.add(timeS, reading);
     draw();
   }
 
   async function run() {
     for (;;) {
-      if (!document.hidden) await poll();
+      if (document.hidden) history.add(performance.now() / 1000, null);
+      else await poll();
       await new Promise((resolve) => setTimeout(resolve, POLL_MS));
     }
   }

@@ -77,8 +77,7 @@ function chosenSampling() {
 let models = [];
 
 async function loadModels() {
-  const answer = await call("v1/models");
-  models = (await answer.json()).data;
+  models = JSON.parse(await callForText("v1/models")).data;
   const names = models.map(({ id }) => new Option(id, id));
   get("model").replaceChildren(...names);
   get("model").hidden = false;

@@ -18,8 +18,8 @@ function parseMetrics(text) {
   return samples;
 }
 
-/** One moment of the server: gauges as they are, counters since its start. */
-function readingOf(text, timeS) {
+/** What the server has said of itself: gauges as they are, counters since its start. */
+function readingOf(text) {
   const samples = parseMetrics(text);
   const of = (name) => samples.get(name) ?? [];
   const sum = (name, ...kinds) =>
@@ -30,17 +30,16 @@ function readingOf(text, timeS) {
     seconds: sum("step_time_seconds_sum", ...kinds),
     count: sum("step_time_seconds_count", ...kinds),
   });
-  const usage = of("kv_cache_usage_perc");
   const numBlocks = of("cache_config_info").reduce(
     (total, { labels }) => total + Number(labels.num_gpu_blocks),
     0,
   );
+  const usage = sum("kv_cache_usage_perc") / of("kv_cache_usage_perc").length;
   return {
-    timeS,
     running: sum("num_requests_running"),
     waiting: sum("num_requests_waiting"),
     numBlocks,
-    blocks: Math.round((sum("kv_cache_usage_perc") / usage.length) * numBlocks),
+    blocks: Math.round(usage * numBlocks),
     generated: sum("generation_tokens_total"),
     queries: sum("prefix_cache_queries_total"),
     hits: sum("prefix_cache_hits_total"),
@@ -49,42 +48,37 @@ function readingOf(text, timeS) {
   };
 }
 
-/** What the plots show of `now`, given the reading before it. null: nothing is known. */
-function pointOf(before, now) {
-  const { timeS, running, waiting, blocks } = now;
-  const point = { timeS, running, waiting, blocks };
+/** What the plots show of a reading, `seconds` after the one before it, if there was one. */
+function figuresOf(before, now, seconds) {
+  const { running, waiting, blocks } = now;
+  const figures = { running, waiting, blocks };
   // A counter that falls belongs to a server that has started again.
-  const hasBefore = before && before.generated <= now.generated;
-  const rate = (name) =>
-    hasBefore ? Math.max(0, now[name] - before[name]) / (timeS - before.timeS) : null;
-  for (const name of ["generated", "hits"]) point[name] = rate(name);
+  if (!before || before.generated > now.generated) return figures;
+  for (const name of ["generated", "hits"]) figures[name] = (now[name] - before[name]) / seconds;
   for (const kind of ["decode", "prefill"]) {
-    const count = hasBefore ? now[kind].count - before[kind].count : 0;
-    point[kind] = count > 0 ? ((now[kind].seconds - before[kind].seconds) / count) * 1000 : null;
+    const numSteps = now[kind].count - before[kind].count;
+    if (!numSteps) continue;
+    figures[kind] = ((now[kind].seconds - before[kind].seconds) / numSteps) * 1000;
   }
-  return point;
+  return figures;
 }
 
-/** The last minutes. A reading that failed leaves a gap. */
+/** The last minutes, as points of a plot: {timeS, reading, ...figures}. */
 class History {
   points = [];
-  readings = [];
 
-  add(reading) {
-    this.points.push(pointOf(this.readings.at(-1), reading));
-    this.readings.push(reading);
-    const oldest = reading.timeS - WINDOW_S;
-    while (this.readings[0].timeS < oldest) this.readings.shift();
-    while (this.points[0].timeS < oldest) this.points.shift();
-  }
-
-  addGap(timeS) {
-    this.points.push({ timeS });
+  /** `reading`: null if there is none, which leaves a gap. */
+  add(timeS, reading) {
+    const before = this.points.at(-1);
+    const figures = reading && figuresOf(before?.reading, reading, timeS - before?.timeS);
+    this.points.push({ timeS, reading, ...figures });
+    while (this.points[0].timeS < timeS - WINDOW_S) this.points.shift();
   }
 
   /** Of the prompt tokens looked up in these minutes, how many were cached: 0 to 1, or null. */
   hitRate() {
-    const [first, last] = [this.readings[0], this.readings.at(-1)];
+    const readings = this.points.map(({ reading }) => reading).filter(Boolean);
+    const [first, last] = [readings[0], readings.at(-1)];
     const queries = last ? last.queries - first.queries : 0;
     return queries > 0 ? (last.hits - first.hits) / queries : null;
   }

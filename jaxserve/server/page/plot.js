@@ -19,17 +19,17 @@ function ageText(seconds) {
 }
 
 /** A card at the end of `parent`. `series`: one or two of {name, label, format}, with the names of
- *  points; `least`: what the scale reaches at least. */
+ *  points; without a label, the name is shown. `least`: what the scale reaches at least. */
 class Plot {
   constructor(parent, { title, series, least }) {
-    this.series = series;
+    this.series = series.map((each) => ({ label: each.name, ...each }));
     this.least = least;
     this.points = [];
     this.lookedAtS = null; // the moment that is looked at; null: the newest
     const card = document.querySelector("#plot").content.firstElementChild.cloneNode(true);
     const find = (selector) => card.querySelector(selector);
     find("h3").textContent = title;
-    this.values = series.map(({ label }, index) => {
+    this.values = this.series.map(({ label }, index) => {
       const item = document.createElement("li");
       item.className = `series-${index}`;
       item.append(`${label} `, document.createElement("b"));

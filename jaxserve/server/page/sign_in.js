@@ -37,4 +37,8 @@ document.querySelector("form").addEventListener("submit", (event) => {
 });
 
 const known = sessionStorage.getItem(KEY);
-if (known) signIn(known);
+if (known) {
+  document.body.hidden = true;
+  await signIn(known);
+  document.body.hidden = false;
+}
