@@ -20,7 +20,7 @@ FREE_S = 5.0
 
 @pytest.fixture(scope="module")
 def server(start_fake):
-    return start_fake("--step-time", "0.01").ready()
+    return start_fake("--step-time", "0.01", "--max-model-len", "2048").ready()
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_a_chat_streams(page):
     expect(page.locator(".figures")).to_have_text(
         re.compile(r"^[\d.,]+ tokens/s · first token \d+\.\d\d s · \d+ tokens$")
     )
-    expect(page.locator(".context")).to_have_text(re.compile(r"^\d+ of 512 tokens of context$"))
+    expect(page.locator(".context")).to_have_text(re.compile(r"^\d+ of 2,048 tokens of context$"))
     expect(page.locator("#spoken")).to_contain_text("bold")
     expect(page.get_by_label("Message")).to_have_value("")
     expect(page.get_by_label("Message")).to_be_focused()
@@ -444,7 +444,7 @@ def test_the_key_is_asked_for(open_page, start_fake):
     key.fill("wrong")
     key.press("Enter")
     expect(page.get_by_role("alert")).to_have_text("The server does not accept this key.")
-    key.fill("clé")
+    key.fill("ключ")
     key.press("Enter")
     expect(page.get_by_role("alert")).to_have_text("This is not a key.")
     key.fill(KEY)

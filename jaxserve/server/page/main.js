@@ -37,14 +37,14 @@ function setUpViews() {
 
 function setUpSampling() {
   const form = get("sampling");
-  const inputs = [...form.elements];
+  const inputs = [...form.querySelectorAll("input, textarea")];
   const stored = JSON.parse(sessionStorage.getItem(SAMPLING) ?? "{}");
   const showRanges = () => {
     for (const output of form.querySelectorAll("output")) {
       output.value = form.elements[output.htmlFor.value].valueAsNumber.toFixed(2);
     }
   };
-  for (const { name } of inputs) if (name in stored) form.elements[name].value = stored[name];
+  for (const input of inputs) input.value = stored[input.name] ?? input.value;
   form.addEventListener("input", () => {
     const values = Object.fromEntries(inputs.map(({ name, value }) => [name, value]));
     sessionStorage.setItem(SAMPLING, JSON.stringify(values));
@@ -66,7 +66,7 @@ function chosenSampling() {
     form.reportValidity();
     return null;
   }
-  const numbers = [...form.elements].filter((input) => input.tagName === "INPUT" && input.value);
+  const numbers = [...form.querySelectorAll("input")].filter(({ value }) => value);
   return {
     model: models.find(({ id }) => id === get("model").value),
     system: form.elements.system.value.trim(),
