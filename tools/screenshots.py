@@ -24,7 +24,8 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
 MODEL = "smollm2-135m"
-BUSY_S = 280
+FLAGS = ("--max-num-seqs", "4", "--max-num-batched-tokens", "32", "--max-model-len", "1024")
+BUSY_S = 170
 DESKTOP = {"viewport": {"width": 1440, "height": 900}}
 PHONE = {"viewport": {"width": 390, "height": 844}, "device_scale_factor": 2, "has_touch": True}
 FIRST = "What is the capital of France?"
@@ -35,7 +36,7 @@ SECOND = "Tell me about its history, in a few sentences."
 def server() -> Iterator[str]:
     """The address of a server that ends with the block."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "jaxserve", "serve", MODEL, "--port", "0", "--max-num-seqs", "4"],
+        [sys.executable, "-m", "jaxserve", "serve", MODEL, "--port", "0", *FLAGS],
         stderr=subprocess.PIPE,
         text=True,
     )
