@@ -4,12 +4,14 @@ import json
 import re
 import shutil
 import time
+from pathlib import Path
 
 import pytest
 from playwright.sync_api import expect, sync_playwright
 
 CHROMIUM = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH")
+HERE = Path(__file__).parent
 KEY = "sk-browser"
 # The fake engine answers a conversation with its first message.
 LONG = "a long message, which takes many steps to say again; " * 6
@@ -327,52 +329,6 @@ def test_on_a_phone(open_page, server):
     expect(page.get_by_label("Message")).to_be_visible()
 
 
-CONTRASTS = """() => {
-    const canvas = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
-    const rgba = (color) => {
-        canvas.clearRect(0, 0, 1, 1);
-        canvas.fillStyle = color;
-        canvas.fillRect(0, 0, 1, 1);
-        return [...canvas.getImageData(0, 0, 1, 1).data];
-    };
-    const luminance = (color) => {
-        const [r, g, b] = rgba(color).slice(0, 3).map((value) => {
-            const part = value / 255;
-            return part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;
-        });
-        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-    };
-    const behind = (element) => {
-        for (; element; element = element.parentElement) {
-            const color = getComputedStyle(element).backgroundColor;
-            if (rgba(color)[3] === 255) return color;
-        }
-        throw new Error("nothing is behind");
-    };
-    const contrast = (a, b) => {
-        const [low, high] = [luminance(a), luminance(b)].sort((x, y) => x - y);
-        return (high + 0.05) / (low + 0.05);
-    };
-    const found = [];
-    const add = (element, color, least, what) =>
-        found.push([what, contrast(color, behind(element)), least]);
-    for (const element of document.querySelectorAll("body *")) {
-        if (!element.checkVisibility({ visibilityProperty: true })) continue;
-        const texts = [...element.childNodes].filter((n) => n.nodeType === 3 && n.data.trim());
-        const isField = element.matches("input, select, textarea");
-        const style = getComputedStyle(element);
-        if (texts.length || isField) add(element, style.color, 4.5, texts[0]?.data ?? element.name);
-        const placeholder = getComputedStyle(element, "::placeholder").color;
-        if (isField) add(element, placeholder, 4.5, "placeholder of " + element.name);
-        if (isField && style.borderStyle === "solid") {
-            add(element.parentElement, style.borderColor, 3, "edge of " + element.name);
-        }
-        if (element.matches("path.line")) add(element, style.stroke, 3, "line");
-    }
-    return found;
-}"""
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_everything_can_be_read(open_page, start_fake, server, scheme):
     page = open_page(server, color_scheme=scheme, viewport={"width": 1280, "height": 900})
@@ -384,7 +340,7 @@ def test_everything_can_be_read(open_page, start_fake, server, scheme):
     expect(page.locator(".problem").last).to_have_text("The server cannot be reached.")
     dark = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(18, 21, 26)"
     assert dark == (scheme == "dark")
-    contrasts = page.evaluate(CONTRASTS)
+    contrasts = page.evaluate((HERE / "contrasts.js").read_text())
     assert len(contrasts) > 50
     assert [entry for entry in contrasts if entry[1] < entry[2]] == []
 
