@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse
 from jaxserve.server.config import ServerConfig
 from jaxserve.server.gate import Gate, error_response
 from jaxserve.server.metrics import CONTENT_TYPE
+from jaxserve.server.page import page_response
 from jaxserve.server.protocol import responses
 from jaxserve.server.protocol.errors import (
     ApiError,
@@ -149,6 +150,12 @@ _router = APIRouter(
 def _streamed(model: type) -> dict[int | str, dict[str, Any]]:
     """A JSON answer or, with stream=true, events."""
     return {200: {"model": model, "content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+
+
+@_router.get("/", include_in_schema=False)
+async def show_page() -> Response:
+    """A chat and a view of the engine, for people: while the model is being loaded, too."""
+    return page_response()
 
 
 @_router.post("/v1/completions", response_class=Response, responses=_streamed(responses.Completion))

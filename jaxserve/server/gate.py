@@ -11,10 +11,13 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jaxserve.server.page import sign_in_response
 from jaxserve.server.protocol.errors import ApiError, error_body
 from jaxserve.server.protocol.shaping import encode_json
 
 OPEN_PATHS = frozenset({"/health", "/ping"})
+POLLED_PATHS = OPEN_PATHS | {"/metrics"}
+"""Asked for again and again by machines and by the page."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 logger = logging.getLogger("jaxserve.access")
@@ -31,7 +34,8 @@ def error_response(error: ApiError) -> Response:
 
 class Gate:
     """ASGI middleware. `api_keys`: one of them is asked for on every path but the health probes;
-    none: everybody may pass. `logs_requests`: a line for each request, without its content."""
+    none: everybody may pass. `logs_requests`: a line for each request, without its content; a poll
+    that went well has none."""
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str], logs_requests: bool) -> None:
         self._app = app
@@ -64,9 +68,9 @@ class Gate:
             if self._may_pass(scope["path"], headers):
                 await self._app(scope, receive, send_with_id)
             else:
-                await self._refuse(scope, receive, send_with_id)
+                await _refusal(scope, headers)(scope, receive, send_with_id)
         finally:
-            if self._logs_requests:
+            if self._logs_requests and not (status == 200 and scope["path"] in POLLED_PATHS):
                 self._log(scope, unique_id, status, time.monotonic() - begin)
 
     def _may_pass(self, path: str, headers: Headers) -> bool:
@@ -77,16 +81,6 @@ class Gate:
         # Every key is compared, in constant time.
         matches = [hmac.compare_digest(shown, key) for key in self._api_keys]
         return scheme.lower() == "bearer" and any(matches)
-
-    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = error_body(401, "missing or wrong API key", code="invalid_api_key")
-        response = Response(
-            encode_json(body),
-            401,
-            headers={"WWW-Authenticate": "Bearer"},
-            media_type="application/json",
-        )
-        await response(scope, receive, send)
 
     def _log(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
         if scope["state"].get("disconnected"):
@@ -110,3 +104,16 @@ class Gate:
                 }
             },
         )
+
+
+def _refusal(scope: Scope, headers: Headers) -> Response:
+    is_browser = "text/html" in headers.get("accept", "")
+    if scope["method"] == "GET" and scope["path"] == "/" and is_browser:
+        return sign_in_response()
+    body = error_body(401, "missing or wrong API key", code="invalid_api_key")
+    return Response(
+        encode_json(body),
+        401,
+        headers={"WWW-Authenticate": "Bearer"},
+        media_type="application/json",
+    )

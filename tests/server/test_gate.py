@@ -8,7 +8,7 @@ import pytest
 
 KEY, OTHER = "sk-secret-1", "sk-secret-2"
 ORIGIN = "https://example.org"
-PATHS = ["/v1/models", "/v1/completions", "/metrics", "/version", "/openapi.json", "/nothing"]
+PATHS = ["/", "/v1/models", "/v1/completions", "/metrics", "/version", "/openapi.json", "/nothing"]
 
 
 @pytest.fixture(scope="module")
