@@ -122,7 +122,7 @@ def main() -> None:
         max_model_len=1024,
         max_num_seqs=args.num_requests,
         max_num_batched_tokens=128,
-        kv_cache_memory_bytes=4 << 30,
+        kv_cache_memory_bytes=1 << 30,
         enable_prefix_caching=False,
     ) as llm:
         begin = time.perf_counter()
