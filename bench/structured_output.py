@@ -25,7 +25,7 @@ PROMPT = "Here is a record of the measurements, as JSON, with invented values:\n
 
 
 def make_schema(rng: random.Random, number: int) -> dict[str, Any]:
-    """An object of some 60 to 200 tokens, with properties of its own."""
+    """An object of some 100 to 250 tokens, with properties of its own."""
     word = lambda: "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(3, 8)))  # noqa: E731
     inner = {"type": "object", "additionalProperties": False}
     inner["properties"] = {
@@ -33,9 +33,9 @@ def make_schema(rng: random.Random, number: int) -> dict[str, Any]:
         word(): {"enum": [word() for _ in range(5)]},
     }
     inner["required"] = list(inner["properties"])
-    low, count = rng.randint(-100, 0), rng.randint(12, 20)
+    low, count = rng.randint(-100, 0), rng.randint(6, 9)
     properties = {
-        word(): {"type": "string", "minLength": 5, "maxLength": 40},
+        word(): {"type": "string", "minLength": 5, "maxLength": 25},
         word(): {"type": "integer", "minimum": low, "maximum": low + 1000},
         word(): {"type": "string", "pattern": rf"^[A-Z]{{{number % 4 + 2}}}-[0-9]{{4}}$"},
         word(): inner,
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--num-requests", type=int, default=32)
-    parser.add_argument("--max-tokens", type=int, default=400)
+    parser.add_argument("--max-tokens", type=int, default=450)
     parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--output", type=Path, default=Path("bench/results/structured_output.json"))
     args = parser.parse_args()
@@ -121,8 +121,8 @@ def main() -> None:
         dtype=args.dtype,
         max_model_len=1024,
         max_num_seqs=args.num_requests,
-        max_num_batched_tokens=128,
-        kv_cache_memory_bytes=4 << 30,
+        max_num_batched_tokens=64,
+        kv_cache_memory_bytes=1 << 30,
         enable_prefix_caching=False,
     ) as llm:
         begin = time.perf_counter()
