@@ -1,6 +1,7 @@
 # make demo    install into .venv, fetch the demo model, answer a question
 # make test    run the whole CPU test suite
 # make ray     run the tests that need Ray, which it installs
+# make clients  try the clients that users have against a server (minutes; needs Node)
 # make lint    formatting, linting, types and import contracts
 # make check   lint and test
 # make clean   remove .venv and caches (the demo model stays in the user's cache)
@@ -9,7 +10,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test ray lint check clean
+.PHONY: demo test ray clients lint check clean
 
 PROMPT ?= What is the capital of France?
 PYTEST_ARGS ?=
@@ -24,11 +25,15 @@ demo: .venv/.installed
 		--max-num-batched-tokens 32 --prompt "$$PROMPT"
 
 test: .venv/.installed-test
-	$(BIN)/python -m pytest -m "not gpu and not ray" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not gpu and not ray and not clients" $(PYTEST_ARGS)
 
 ray: .venv/.installed-test
 	$(INSTALL) -e ".[ray]"
 	$(BIN)/python -m pytest -m ray $(PYTEST_ARGS)
+
+clients: .venv/.installed-test .venv-clients/.installed tests/clients/node_modules/.package-lock.json
+	status=0; $(BIN)/python -m pytest -m clients $(PYTEST_ARGS) || status=$$?; \
+		$(BIN)/python tools/docs_tables.py; exit $$status
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff format --check .
@@ -39,7 +44,7 @@ lint: .venv/.installed-dev
 check: lint test
 
 clean:
-	rm -rf .venv .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .venv-clients tests/clients/node_modules .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 
 # A stamp is written when its step is complete, so that a step that was stopped is done again.
 .venv/.made:
@@ -57,3 +62,11 @@ clean:
 .venv/.installed-dev: .venv/.made $(REQUIREMENTS)
 	$(INSTALL) -e ".[test,dev]"
 	touch $@ .venv/.installed-test .venv/.installed
+
+.venv-clients/.installed: tests/clients/requirements.txt
+	python=$$(tools/find_python.sh) && "$$python" -m venv --clear .venv-clients
+	.venv-clients/bin/python -m pip install --disable-pip-version-check -r $<
+	touch $@
+
+tests/clients/node_modules/.package-lock.json: tests/clients/package-lock.json
+	cd tests/clients && npm ci --no-audit --no-fund

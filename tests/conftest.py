@@ -14,11 +14,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if _runs_on_gpu(config):
-        return
     for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(pytest.mark.skip(reason="GPU tests run with -m gpu"))
+        for name in ("gpu", "clients"):
+            if name in item.keywords and config.option.markexpr.strip() != name:
+                item.add_marker(pytest.mark.skip(reason=f"runs with -m {name}"))
 
 
 def _runs_on_gpu(config: pytest.Config) -> bool:

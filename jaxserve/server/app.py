@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse
 from jaxserve.server.config import ServerConfig
 from jaxserve.server.gate import Gate, error_response
 from jaxserve.server.metrics import CONTENT_TYPE
+from jaxserve.server.openapi import with_limits
 from jaxserve.server.page import page_response
 from jaxserve.server.protocol import responses
 from jaxserve.server.protocol.errors import (
@@ -62,9 +63,17 @@ class Status:
             raise from_engine(failure)
 
 
+class _App(FastAPI):
+    def openapi(self) -> dict[str, Any]:
+        """The document at /openapi.json."""
+        document = super().openapi()
+        service = self.state.status.service
+        return document if service is None else with_limits(document, service.info)
+
+
 def make_app(config: ServerConfig, api_keys: list[str], status: Status) -> FastAPI:
     """`status` belongs to the caller, who changes it as the server's life goes on."""
-    app = FastAPI(
+    app = _App(
         title="jaxserve",
         version=__version__,
         docs_url=None,
@@ -149,7 +158,8 @@ _router = APIRouter(
 
 def _streamed(model: type) -> dict[int | str, dict[str, Any]]:
     """A JSON answer or, with stream=true, events."""
-    return {200: {"model": model, "content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+    event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+    return {200: {"model": model, "content": {"text/event-stream": {"schema": event}}}}
 
 
 @_router.get("/", include_in_schema=False)

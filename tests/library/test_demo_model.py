@@ -69,13 +69,28 @@ def test_prompts_are_tokenised_as_the_goldens(llm):
             assert llm.tokenizer.encode(golden["prompt"]) == golden["prompt_token_ids"]
 
 
+def test_fault_12_prompt_logprobs_equal_transformers(llm):
+    """What transformers generated, given as a prompt, in chunks and with the same in the cache."""
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    goldens = [GOLDENS[i] for i in (4, 30, 32)]
+    prompts = [golden["prompt_token_ids"] + golden["token_ids"] for golden in goldens]
+    assert all(len(prompt) > FIELDS["max_num_batched_tokens"] for prompt in prompts)
+    llm.generate(prompts, SamplingParams(max_tokens=1), use_tqdm=False)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    for golden, output in zip(goldens, outputs, strict=True):
+        assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+        scored = zip(golden["token_ids"], output.prompt_logprobs[-64:], strict=True)
+        ours = [candidates[token].logprob for token, candidates in scored]
+        assert ours == pytest.approx(golden["logprobs"], abs=1e-3)
+
+
 def test_three_devices_equal_transformers():
     fields = FIELDS | {"max_num_batched_tokens": 16, "kv_cache_memory_bytes": 100 << 20}
     with LLM("smollm2-135m", tensor_parallel_size=3, **fields) as llm:
         check_against_goldens(llm, GOLDENS[:8])
 
 
-def test_batch_pool_and_cache_change_nothing(llm, prompts):
+def test_fault_5_batch_pool_and_cache_change_nothing(llm, prompts):
     greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
     def tokens(outputs):
@@ -99,7 +114,7 @@ def test_batch_pool_and_cache_change_nothing(llm, prompts):
     assert tokens(outputs) == [together[i] for i in order]
 
 
-def test_five_hundred_mixed_requests_compile_nothing(llm):
+def test_fault_2_five_hundred_mixed_requests_compile_nothing(llm):
     rng = random.Random(2)
     ids = [token for golden in GOLDENS for token in golden["prompt_token_ids"]]
     prompts, params = [], []

@@ -92,7 +92,7 @@ def test_arrival_times_are_kept() -> None:
     assert result.ttft_s.p99 < 1.0
 
 
-def test_a_long_prompt_does_not_block_short_ones() -> None:
+def test_fault_16_a_long_prompt_does_not_block_short_ones() -> None:
     """One prompt of 32k tokens, and every 50 ms a short one that comes after it."""
     config = replace(CONFIG, num_blocks=4096, max_num_batched_tokens=2048, max_model_len=40_000)
     short = [TraceRequest(0.05 * index, 128, 16) for index in range(1, 20)]

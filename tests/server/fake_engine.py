@@ -2,8 +2,8 @@
 token i of every output the prompt's token i, over and over, where its grammar allows that.
 
 So the next token is a function of the prefix, and a wrong one is visible at once. A prompt that
-holds FAIL_TOKEN makes the step raise. Where the grammar forbids the prompt's token, it ends what it
-can, and goes on at random where it cannot.
+is FAIL_TOKEN alone makes the step raise. Where the grammar forbids the prompt's token, it ends what
+it can, and goes on at random where it cannot.
 """
 
 import itertools
@@ -85,7 +85,7 @@ class FakeEngine(Engine):
         for index, row in enumerate(scheduled.scheduled):
             state = self._states[row.request_id]
             prompt = state.prompt_token_ids
-            if FAIL_TOKEN in prompt:
+            if prompt == [FAIL_TOKEN]:
                 raise RuntimeError("the device is lost")
             if row.admitted and state.metrics.first_scheduled_s is None:
                 state.metrics.first_scheduled_s = launched

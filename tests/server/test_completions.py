@@ -75,7 +75,7 @@ def test_prompts_of_every_kind(fake, prompt, texts):
         assert [choice["text"] for choice in choices] == expected
 
 
-def test_stream_equals_whole(fake, events):
+def test_fault_7_stream_equals_whole(fake, events):
     body = {"prompt": UNICODE, "max_tokens": 3 * 15}
     chunks = events(fake, "/v1/completions", **body)
     whole = complete(fake, **body)
@@ -86,6 +86,15 @@ def test_stream_equals_whole(fake, events):
     assert set(reasons[:-1]) <= {None}
     assert len({chunk["id"] for chunk in chunks}) == 1
     assert all("usage" not in chunk for chunk in chunks)
+
+
+def test_fault_7_a_prompt_cut_within_a_character(fake, events):
+    """The prompt ends with the first byte of a character, which the output completes."""
+    first, *rest = fake.post("/tokenize", prompt="😀", add_special_tokens=False).json()["tokens"]
+    body = {"prompt": [*rest, first], "max_tokens": 3 + 4 * 5}
+    chunks = by_index(events(fake, "/v1/completions", **body))[0]
+    assert text_of(chunks) == "😀" * 6
+    assert complete(fake, **body)["choices"][0]["text"] == "😀" * 6
 
 
 def test_usage_in_a_stream(fake, events):
@@ -121,7 +130,7 @@ def test_fault_8_no_part_of_a_stop_string(fake, events):
     assert (whole["text"], whole["finish_reason"]) == ("abc hel met ", "stop")
 
 
-def test_a_false_start_is_flushed(fake, events):
+def test_fault_8_a_false_start_is_flushed(fake, events):
     chunks = by_index(events(fake, "/v1/completions", prompt="ab", max_tokens=2, stop="abX"))[0]
     assert text_of(chunks) == "a"
     assert chunks[-1]["finish_reason"] == "length"

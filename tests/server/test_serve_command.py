@@ -43,13 +43,28 @@ def test_a_real_engine(server, events):
     assert all(logprob < 0 for logprob in scored["token_logprobs"][1:])
 
 
-def test_nothing_is_compiled_while_serving(server):
+def test_fault_2_nothing_is_compiled_while_serving(server):
     server.post("/v1/completions", prompt="hello " * 20, n=3, temperature=1, logprobs=5)
     server.post("/v1/completions", prompt="x", presence_penalty=1, logit_bias={"5": 3}, seed=4)
     assert server.metric("compilations_total", phase="startup") > 0
     assert server.metric("compilations_total", phase="serving") == 0
     assert server.metric("step_time_seconds_count", kind="decode") > 0
     assert server.metric("host_gap_seconds_count") > 0
+
+
+def test_fault_3_no_room_for_the_kv_cache(server_environment, model_folder):
+    """A long model length, and next to no memory: one line names the bytes of both."""
+    command = [sys.executable, "-m", "jaxserve", "serve", str(model_folder), "--port", "0"]
+    flags = ["--load-format", "dummy", "--max-model-len", "512", "--kv-cache-memory-bytes", "10000"]
+    done = subprocess.run(
+        [*command, *flags], env=server_environment, capture_output=True, text=True, timeout=60
+    )
+    *_, last = done.stderr.splitlines()
+    assert done.returncode == 1
+    # K and V of 32 blocks and the padding's: 16 tokens x 1 head x 16 dims x float32.
+    assert f"{33 * 2 * 16 * 16 * 4:,} bytes" in last
+    assert "10,000" in last
+    assert "Traceback" not in done.stderr
 
 
 def test_its_end(server):

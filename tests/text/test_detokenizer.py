@@ -87,7 +87,7 @@ TEXTS = ["Hello, naïve café!", "日本語の文字", "a😀b👩‍👩‍👧
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_text_streams_whole(tokenizer, text):
+def test_fault_7_text_streams_whole(tokenizer, text):
     ids = tokenizer.encode(text)
     deltas = check_stream(tokenizer, ids[:1], ids[1:], GREEDY)
     assert "\ufffd" in text or all("\ufffd" not in delta for delta in deltas)
@@ -97,7 +97,7 @@ def test_text_streams_whole(tokenizer, text):
 
 
 @pytest.mark.parametrize("num_prompt_tokens", range(1, 12))
-def test_prompt_cut_within_a_character(tokenizer, num_prompt_tokens):
+def test_fault_7_prompt_cut_within_a_character(tokenizer, num_prompt_tokens):
     """The character appears once, after the token that completes it, and nothing else does."""
     ids = tokenizer.encode("z👩‍👧 日本")
     prompt, output = ids[:num_prompt_tokens], ids[num_prompt_tokens:]
@@ -139,7 +139,7 @@ def test_invalid_bytes_at_the_end_appear_when_finished(byte_level):
         ("日本語の文字", "語の", "日本", "語の"),
     ],
 )
-def test_stop_strings(tokenizer, text, stop, left, found, include):
+def test_fault_8_stop_strings(tokenizer, text, stop, left, found, include):
     params = SamplingParams(stop=stop, include_stop_str_in_output=include)
     ids = tokenizer.encode("q") + tokenizer.encode(text)
     prompt_end = len(tokenizer.encode("q"))

@@ -31,6 +31,7 @@ from jaxserve.server.protocol.tools import (
 )
 
 MAX_TOKEN_ID = 2**31 - 1
+MAX_SEED = 2**64 - 1
 MAX_PROMPTS = 1024
 MAX_STOPS = 64
 MAX_LOGIT_BIASES = 1024
@@ -59,7 +60,13 @@ def _check_prompt(value: Any) -> Any:
     raise ValueError("must be a string, a list of strings, or one or several lists of token ids")
 
 
-_Prompt = str | list[str] | list[TokenId] | list[list[TokenId]]
+_TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+_Prompt = (
+    str
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+    | _TokenIds
+    | Annotated[list[_TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
+)
 Prompt = Annotated[_Prompt, PlainValidator(_check_prompt, json_schema_input_type=_Prompt)]
 
 
@@ -91,7 +98,7 @@ class _SamplingBody(_Body):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     logit_bias: (
         Annotated[
