@@ -59,13 +59,13 @@ def test_requests_are_spread(server):
     assert "KV cache of 196608 tokens" in server.log
     assert len(server.engine_pids()) == 3
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
-        streams = [Stream(pool, server) for _ in range(6)]
+        streams = [Stream(pool, server, max_tokens=200) for _ in range(6)]
         wait_until(lambda: running(server) == [1, 1, 1])
-        assert server.http.get("/load").json() == {"server_load": 6}
+        wait_until(lambda: server.http.get("/load").json() == {"server_load": 6})
         for stream in streams:
-            assert stream.task.result(60).text == "abc" * 15
+            assert stream.task.result(60).text == "abc" * 50
     for rank in ENGINES:
-        assert server.metric("generation_tokens_total", engine=rank) == 2 * 60
+        assert server.metric("generation_tokens_total", engine=rank) == 2 * 200
         assert server.metric("request_success_total", engine=rank, finished_reason="length") == 2
         assert server.metric("e2e_request_latency_seconds_count", engine=rank) == 2
         assert server.metric("cache_config_info", engine=rank) == 1
