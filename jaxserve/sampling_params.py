@@ -59,7 +59,8 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False
     """No whitespace in JSON, outside its strings."""
     whitespace_pattern: str | None = None
-    """The whitespace that JSON may have outside its strings, as a regular expression."""
+    """The whitespace that JSON may have outside its strings, as a regular expression; None: a
+    space, or a line end and up to 20 spaces."""
 
     def __post_init__(self) -> None:
         chosen = [name for name in _CONSTRAINTS if getattr(self, name) not in (None, False)]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
+from typing import Any
 
 from llguidance import LLMatcher, regex_to_lark
 
@@ -16,6 +17,8 @@ from jaxserve.text.tokenizer import Tokenizer
 
 COMPILE_CPU_S = 3.0
 MAX_CACHED_GRAMMARS = 64
+WHITESPACE_PATTERN = r" ?|\n {0,20}"
+"""What indented JSON needs. Were there no bound, small models would write line ends without end."""
 
 
 class GrammarCompiler:
@@ -109,11 +112,18 @@ def _grammar(params: StructuredOutputsParams) -> str:
     if params.choice is not None:
         texts = (json.dumps(text, ensure_ascii=False) for text in params.choice)
         return LLMatcher.grammar_from_lark(f"start: {' | '.join(texts)}")
-    options = {"lenient": False, "whitespace_flexible": not params.disable_any_whitespace}
-    if params.whitespace_pattern is not None:
-        options["whitespace_pattern"] = params.whitespace_pattern
     schema = params.json if params.json is not None else '{"type":"object"}'
-    return LLMatcher.grammar_from_json_schema(schema, overrides=options)
+    return LLMatcher.grammar_from_json_schema(schema, overrides=json_options(params))
+
+
+def json_options(params: StructuredOutputsParams) -> dict[str, Any]:
+    """What llguidance is told of a JSON Schema: to refuse what it cannot enforce, and where JSON
+    may have which whitespace."""
+    flexible = not params.disable_any_whitespace
+    options: dict[str, Any] = {"lenient": False, "whitespace_flexible": flexible}
+    if flexible:
+        options["whitespace_pattern"] = params.whitespace_pattern or WHITESPACE_PATTERN
+    return options
 
 
 def _kind(params: StructuredOutputsParams) -> str:

@@ -50,7 +50,11 @@ SCHEMA = {"type": "object", "properties": {"é": {"type": "integer"}}, "required
 @pytest.mark.parametrize(
     ("fields", "yes", "no"),
     [
-        ({"json": SCHEMA}, ['{"é":1}', '{ "é" :\n-20, "x": [{}]}'], ['{"é":1.5}', "{}", '{"é":1']),
+        (
+            {"json": SCHEMA},
+            ['{"é":1}', '{ "é" :\n-20, "x": [{}]}', '{\n    "é": 1\n}'],
+            ['{"é":1.5}', "{}", '{"é":1', '{  "é":1}', '{"é":1\n\n}'],
+        ),
         (
             {"json": SCHEMA, "disable_any_whitespace": True},
             ['{"é":1}', '{"é":1,"x":" "}'],

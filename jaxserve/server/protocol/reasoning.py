@@ -7,6 +7,7 @@ from typing import Any
 from jaxserve.sampling_params import StructuredOutputsParams
 from jaxserve.server.protocol.text_parser import Content, Reading, Reasoning, TextParser
 from jaxserve.server.protocol.tool_parsers.json_calls import SPACE
+from jaxserve.text.grammar import json_options
 
 _BEGIN, _END = "<think>", "</think>"
 THINK_TAGS = (_BEGIN, _END)
@@ -54,14 +55,8 @@ prompt and the chat template's variables."""
 
 def after_thoughts(constraint: StructuredOutputsParams) -> StructuredOutputsParams:
     """The same constraint to JSON, for what comes after the reasoning."""
-    options: dict[str, Any] = {
-        "lenient": False,
-        "whitespace_flexible": not constraint.disable_any_whitespace,
-    }
-    if constraint.whitespace_pattern is not None:
-        options["whitespace_pattern"] = constraint.whitespace_pattern
     schema = json.loads(constraint.json) if constraint.json else {"type": "object"}
-    text = json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
+    text = json.dumps({**schema, "x-guidance": json_options(constraint)}, ensure_ascii=False)
     return StructuredOutputsParams(
         grammar=f'start: thoughts /[ \\r\\n]{{0,8}}/ answer\nthoughts[suffix="{_END}"]: /(?s:.*)/\n'
         f"answer: %json {text}"
