@@ -219,4 +219,4 @@ def test_a_long_prompt_does_not_freeze_the_server(fake):
                 slowest = max(slowest, time.monotonic() - begin)
             error = check_error(task.result(), 400, "prompt")
             assert error["code"] == "context_length_exceeded"
-    assert slowest < 2.0
+    assert slowest < 5.0  # far more than it takes, for busy machines
