@@ -89,7 +89,10 @@ def open_page(browser: Browser, url: str, device: dict) -> Page:
     page.set_default_timeout(TIMEOUT_MS)
     page.goto(url)
     page.get_by_text("Ready", exact=True).wait_for()
-    page.locator("#temperature").fill("0")
+    # Not fill: on a phone the sampling is folded.
+    page.locator("#temperature").evaluate(
+        "input => { input.value = 0; input.dispatchEvent(new Event('input', { bubbles: true })); }"
+    )
     return page
 
 
