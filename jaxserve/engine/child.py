@@ -215,10 +215,15 @@ class _Child:
     # On the preparing thread.
 
     def _add_prepared(self, loop: EngineLoop, message: Add) -> None:
-        self._add(loop, message)
         with self._preparing_lock:
-            aborted = self._preparing.pop(message.request_id)
+            aborted = self._preparing[message.request_id]
         if aborted:
+            self._answer(message.request_id, ValueError("the request was aborted"))
+        else:
+            self._add(loop, message)
+        with self._preparing_lock:
+            aborted_meanwhile = self._preparing.pop(message.request_id) and not aborted
+        if aborted_meanwhile:
             loop.abort(message.request_id)
 
     # On the reading or the preparing thread.

@@ -192,7 +192,7 @@ class Service:
                 self.engine.submit(
                     stream, request_id, prompt.token_ids, batch.params, body.priority
                 )
-            await stream.wait_queued()
+            await until_disconnect(http.receive, stream.wait_queued())
             lens = [len(prompt.token_ids) for prompt in batch.prompts]
             prompt_lens = dict(zip(batch.request_ids, lens, strict=True))
             clock = RequestClock(self.metrics, stream.ranks, prompt_lens, arrival_s)
@@ -273,7 +273,7 @@ class Service:
         if name is not None and name not in self._model_names:
             raise ApiError(
                 404,
-                f"no model {name!r} here, only {', '.join(map(repr, self._model_names))}",
+                f"no model {name!r:.80} here, only {', '.join(map(repr, self._model_names))}",
                 param="model",
                 code="model_not_found",
             )

@@ -110,8 +110,11 @@ def _grammar(params: StructuredOutputsParams) -> str:
     if params.grammar is not None:
         return LLMatcher.grammar_from_lark(params.grammar)
     if params.choice is not None:
+        # One terminal, since alternatives of a rule count against the parser's limit; and the lexer
+        # of Lark takes no DEL as it is.
         texts = (json.dumps(text, ensure_ascii=False) for text in params.choice)
-        return LLMatcher.grammar_from_lark(f"start: {' | '.join(texts)}")
+        choice = " | ".join(texts).replace("\x7f", "\\u007f")
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choice}")
     schema = params.json if params.json is not None else '{"type":"object"}'
     return LLMatcher.grammar_from_json_schema(schema, overrides=json_options(params))
 

@@ -59,15 +59,29 @@ def make_tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
 
 
 def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    """A matcher at the grammar's start, its first mask computed; ValueError if there is none."""
+    """A matcher at the grammar's start, its first mask computed; ValueError if there is none, or
+    if the grammar is too large to follow by one token."""
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
     error = matcher.get_error()
     if not error:
-        matcher.compute_bitmask()
+        mask = matcher.compute_bitmask()
         error = matcher.get_error() and "no text satisfies it"
+    if not error:
+        error = _second_step_error(matcher.deep_copy(), mask)
     if error:
         raise ValueError(_one_line(error))
     return matcher
+
+
+def _second_step_error(matcher: LLMatcher, mask: bytes) -> str:
+    """Limits of the parser show when a first token is taken."""
+    byte = next(i for i, bits in enumerate(mask) if bits)
+    matcher.consume_token(8 * byte + (mask[byte] & -mask[byte]).bit_length() - 1)
+    if not matcher.is_error():
+        if matcher.is_stopped():
+            return ""
+        matcher.compute_bitmask()
+    return matcher.get_error()
 
 
 def _one_line(error: str) -> str:

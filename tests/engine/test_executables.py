@@ -1,5 +1,7 @@
 """Executables on disk: found again, told apart, and made anew where the file is no good."""
 
+import random
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,11 +13,14 @@ from sharding import make_mesh
 
 @pytest.fixture
 def compile_double():
-    """Compiles x -> 2x with x donated; keeps count."""
+    """Compiles x -> 2x with x donated; keeps count. Each program is another, so that JAX's own
+    cache, where another test has turned it on, holds none of them."""
 
     def compile_program():
         compile_program.count += 1
-        return jax.jit(lambda x: 2 * x, donate_argnums=0).lower(jnp.zeros(4)).compile()
+        limit = random.uniform(1e3, 1e6)
+        double = jax.jit(lambda x: jnp.minimum(2 * x, limit), donate_argnums=0)
+        return double.lower(jnp.zeros(4)).compile()
 
     compile_program.count = 0
     return compile_program

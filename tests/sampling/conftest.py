@@ -67,6 +67,8 @@ def expected_probabilities(request: Request, logits: np.ndarray) -> np.ndarray:
     params, scores = request.params, expected_logits(request, logits)
     if params.greedy:
         return np.eye(len(scores))[np.argmax(scores)]
+    if np.isneginf(scores.max()):
+        return np.eye(len(scores))[0]
     scores = scores / np.float64(np.float32(params.temperature))
     p = np.exp(scores - scores.max())
     p[p < np.float32(params.min_p) * p.max()] = 0

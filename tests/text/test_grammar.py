@@ -65,6 +65,8 @@ SCHEMA = {"type": "object", "properties": {"é": {"type": "integer"}}, "required
         ({"regex": "[ab]{2}|ç"}, ["ab", "ç"], ["a", "abc", ""]),
         ({"regex": "\\d/\\w\n"}, ["1/a\n", "1/é\n"], ["\u0661/a\n", "1/a"]),
         ({"choice": ["a", "ab", 'q"\\\n😀']}, ["a", "ab", 'q"\\\n😀'], ["b", "aba"]),
+        ({"choice": [f"a{i}" for i in range(3000)]}, ["a0", "a2999"], ["a3000", "a"]),
+        ({"choice": ["\x7f"]}, ["\x7f"], ["\\u007f"]),
         ({"grammar": 'start: "(" start ")" | "x"'}, ["x", "((x))"], ["(x", "()"]),
     ],
 )
@@ -122,6 +124,7 @@ NESTED_RULES = "start: r0\n" + "".join(f"r{i}: /a/ r{i + 1} | r{i + 1}\n" for i 
         ({"regex": r"[^\s\S]"}, "no text satisfies it"),
         ({"grammar": "start: start"}, "the grammar cannot be used: no text satisfies it"),
         ({"grammar": 'root ::= "a"'}, "the grammar cannot be used: .*Expected"),
+        ({"regex": "a{1000000}"}, "the regular expression cannot be used"),
         ({"grammar": NESTED_RULES + "r5000: /b/"}, "it is too large or nested too deeply"),
         (
             {"json": {"type": "string", "allOf": [{"pattern": f"a.*b{i}"} for i in range(99)]}},

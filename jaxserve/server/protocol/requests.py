@@ -33,6 +33,7 @@ from jaxserve.server.protocol.tools import (
 MAX_TOKEN_ID = 2**31 - 1
 MAX_SEED = 2**64 - 1
 MAX_PROMPTS = 1024
+MAX_MESSAGES = 4096
 MAX_STOPS = 64
 MAX_LOGIT_BIASES = 1024
 MAX_STOP_TOKEN_IDS = 1024
@@ -61,6 +62,20 @@ def _check_prompt(value: Any) -> Any:
 
 
 _TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+
+
+def _check_token_ids(value: Any) -> Any:
+    """All at once, for the same reason."""
+    if not isinstance(value, list) or set(map(type, value)) - {int}:
+        raise ValueError("must be a list of token ids")
+    if value and not 0 <= min(value) <= max(value) <= MAX_TOKEN_ID:
+        raise ValueError(f"must be token ids from 0 to {MAX_TOKEN_ID}")
+    return value
+
+
+TokenIds = Annotated[
+    list[TokenId], PlainValidator(_check_token_ids, json_schema_input_type=list[TokenId])
+]
 _Prompt = (
     str
     | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
@@ -209,7 +224,7 @@ class CompletionRequest(_SamplingBody):
 
 class _ChatBody(_Body):
     model: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     add_generation_prompt: bool | None = None
     """None: unless the last message is to be continued."""
     continue_final_message: bool = False
@@ -336,4 +351,4 @@ class TokenizeChatRequest(_ChatBody):
 
 class DetokenizeRequest(_Body):
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: TokenIds
