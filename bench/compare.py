@@ -113,22 +113,34 @@ def run_turn(args: argparse.Namespace, engine: str, job: dict, folder: Path) -> 
     job_path, records_path = folder / "job.json", folder / "records.json"
     records_path.unlink(missing_ok=True)
     job_path.write_text(json.dumps(job))
-    paths = [value_of(engine, args.site), str(ROOT), str(ROOT / "bench" / "engines")]
-    environment = os.environ | _OFFLINE | ENVIRONMENT.get(engine, {})
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    python = value_of(engine, args.python) or sys.executable
-    command = [python, str(ROOT / "bench/engines/worker.py"), str(job_path), str(records_path)]
-    done = subprocess.run(command, env=environment, stdout=sys.stderr, check=False)
+    arguments = [str(job_path), str(records_path)]
+    done = run_script(args, engine, "bench/engines/worker.py", arguments, stdout=sys.stderr)
     if done.returncode != 0:
         print(f"{engine} ended with exit code {done.returncode}", file=sys.stderr)
     return json.loads(records_path.read_text()) if records_path.exists() else []
 
 
-def measure_ceilings(folder: Path) -> dict[str, Any]:
+def run_script(
+    args: argparse.Namespace, engine: str, script: str, arguments: list[str], **options: Any
+) -> subprocess.CompletedProcess:
+    """Run a script of this repository with an engine's interpreter, packages and environment.
+
+    Only jaxserve keeps the caller's PYTHONPATH: it may hold packages in versions that the others
+    do not go with.
+    """
+    paths = [value_of(engine, args.site), str(ROOT), str(ROOT / "bench" / "engines")]
+    if engine == "jaxserve":
+        paths.append(os.environ.get("PYTHONPATH"))
+    environment = os.environ | _OFFLINE | ENVIRONMENT.get(engine, {})
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    command = [value_of(engine, args.python) or sys.executable, str(ROOT / script), *arguments]
+    return subprocess.run(command, env=environment, check=False, **options)
+
+
+def measure_ceilings(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     path = folder / "ceilings.json"
-    command = [sys.executable, str(ROOT / "bench/ceilings.py"), "--output", str(path)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    subprocess.run(command, env=environment, stdout=sys.stderr, check=True)
+    arguments = ["--output", str(path)]
+    run_script(args, "jaxserve", "bench/ceilings.py", arguments, stdout=sys.stderr)
     result = json.loads(path.read_text())
     names = ("copy_bytes_per_s", "matmul_flops_per_s", "rows", "spread", "flagged")
     return {name: result[name] for name in names}
@@ -138,13 +150,13 @@ def check_logits(args: argparse.Namespace) -> dict[str, Any]:
     """Whether jaxserve computes the right thing in the configuration that is timed."""
     options = options_of("jaxserve", args.option)
     options = {"max_num_seqs": args.max_num_seqs, "max_model_len": args.max_model_len} | options
-    command = [
-        sys.executable, str(ROOT / "bench/check_logits.py"), "--shape", args.shape,
-        "--dtype", args.dtype, "--seed", str(args.seed), "--options", json.dumps(options),
-        "--longest", str(min(512, args.max_model_len // 2)),
+    arguments = [
+        "--shape", args.shape, "--dtype", args.dtype, "--seed", str(args.seed),
+        "--options", json.dumps(options), "--longest", str(min(512, args.max_model_len // 2)),
     ]  # fmt: skip
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    done = run_script(
+        args, "jaxserve", "bench/check_logits.py", arguments, stdout=subprocess.PIPE, text=True
+    )
     if done.returncode != 0:
         raise SystemExit(f"jaxserve's logits are not those of plain JAX: {done.stdout or 'none'}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -197,7 +209,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if not args.no_ceilings and "ceilings" not in result:
-            result["ceilings"] = measure_ceilings(folder)
+            result["ceilings"] = measure_ceilings(args, folder)
             result["floors"] = floors(args, result["ceilings"])
         if not args.no_check and "jaxserve" in args.engines and "check" not in result:
             result["check"] = check_logits(args)

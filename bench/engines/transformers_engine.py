@@ -143,13 +143,13 @@ class ContinuousBatches(TransformersEngine):
 class CompiledBatches(TransformersEngine):
     """Prefill eagerly, then decode steps compiled by torch over a static cache, as CUDA graphs.
 
-    A batch runs until its longest request is done; a batch size and cache length is compiled when
-    it first comes, which warm-up sees to.
+    A batch runs until its longest request is done. Rows and the cache's length are rounded up to
+    powers of two: what attention reads beyond a context is waste, and every size is compiled when
+    it first comes, which warm-up sees to unless the workload's answers are of many lengths.
     """
 
     def _prepare(self, job: dict[str, Any]) -> None:
-        self._max_len = job["max_model_len"]
-        self._caches: dict[int, StaticCache] = {}
+        self._caches: dict[tuple[int, int], StaticCache] = {}
         # Else the ninth shape would run uncompiled, without a word.
         torch._dynamo.config.recompile_limit = 64
         torch._dynamo.config.fail_on_recompile_limit_hit = True
@@ -168,14 +168,13 @@ class CompiledBatches(TransformersEngine):
         ).logits
         return logits[:, -1].argmax(-1, keepdim=True)
 
-    def _cache(self, batch_size: int) -> StaticCache:
-        if batch_size not in self._caches:
+    def _cache(self, batch_size: int, length: int) -> StaticCache:
+        key = batch_size, length
+        if key not in self._caches:
             # Kept: new buffers would mean new graphs. One size at a time fits beside the weights.
             self._caches.clear()
-            self._caches[batch_size] = StaticCache(
-                config=self.model.config, max_cache_len=self._max_len
-            )
-        cache = self._caches[batch_size]
+            self._caches[key] = StaticCache(config=self.model.config, max_cache_len=length)
+        cache = self._caches[key]
         cache.reset()
         return cache
 
@@ -189,12 +188,14 @@ class CompiledBatches(TransformersEngine):
         return done
 
     def _run(self, batch: Sequence[TokenRequest]) -> None:
-        ids, mask = self.padded(batch)
+        rows = [*batch, *[batch[-1]] * (_power_of_two(len(batch)) - len(batch))]
+        ids, mask = self.padded(rows)
         num_tokens = max(request.output_len for request in batch)
-        cache = self._cache(len(batch))
+        length = _power_of_two(ids.shape[1] + num_tokens)
+        cache = self._cache(len(rows), length)
         lens = mask.sum(-1, keepdim=True)
         # The mask covers the whole cache, so that its shape, and the graph, stay the same.
-        whole = torch.zeros(len(batch), self._max_len, dtype=torch.long, device=self.device)
+        whole = torch.zeros(len(rows), length, dtype=torch.long, device=self.device)
         whole[:, : ids.shape[1]] = mask
         logits = self.model(
             ids,
@@ -210,3 +211,7 @@ class CompiledBatches(TransformersEngine):
             if self.device == "cuda":
                 torch.compiler.cudagraph_mark_step_begin()
             token = self._step(token, lens + step, whole, cache).clone()
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()
