@@ -6,8 +6,8 @@ gained in 3.7. Importing this module before anything imports jax_triton supplies
     python -m pytest -p tools.triton36 -m gpu
     python -c "import tools.triton36; from jaxserve.cli import main; main()" generate ...
 
-For `bench/compare.py`, whose engines are processes of their own, give `--site jaxserve=FOLDER` where
-FOLDER holds a `sitecustomize.py` of one line, `import tools.triton36`.
+For `bench/compare.py`, whose engines are processes of their own, give `--site jaxserve=FOLDER`; the
+folder holds a `sitecustomize.py` of one line, `import tools.triton36`.
 """
 
 import triton.backends.nvidia.driver
