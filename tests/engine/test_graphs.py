@@ -1,0 +1,68 @@
+"""On a GPU: what XLA launches for a decode step, by its own list."""
+
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxserve.bench.thunks import Thunk, count_launches, dump_options, every_thunk, read_thunks
+from jaxserve.engine.buckets import Bucket
+from jaxserve.engine.forward_batch import BatchLayout
+from jaxserve.engine.programs import abstract_arguments
+from jaxserve.engine.step import make_step
+from jaxserve.model.config import ModelConfig
+from jaxserve.model.definition import ModelDefinition
+from sharding import make_mesh
+
+pytestmark = pytest.mark.gpu
+
+NUM_LAYERS = 4
+CONFIG = ModelConfig.from_hf(
+    {
+        "architectures": ["Qwen2ForCausalLM"],
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "vocab_size": 8192,
+        "max_position_embeddings": 4096,
+        "rope_theta": 1000000.0,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+    }
+)
+LAYOUT = BatchLayout(Bucket(32, 32), max_blocks=64, block_size=16)
+MOST_PER_LAYER = 14
+"""Four matrix products, three of them with the sum of their parts, the gate, two norms, the
+rotation, and three for the cache and attention."""
+MOST_BESIDE = 40
+"""Of unpacking, embedding, the head, and a greedy row's sampling."""
+
+
+def thunks_of_step(folder: Path, num_steps: int) -> list[Thunk]:
+    mesh = make_mesh(1, jax.devices("gpu")[:1])
+    definition = ModelDefinition.create(
+        CONFIG, tensor_parallel_size=1, dtype="bfloat16", attention_impl="triton"
+    )
+    arguments = abstract_arguments(definition, mesh, LAYOUT, 1000, 64)
+    step = make_step(definition, mesh, LAYOUT, num_steps)
+    step.lower(*arguments).compile(compiler_options=dump_options(folder))
+    return read_thunks(folder)
+
+
+def test_a_decode_step_is_one_graph(tmp_path):
+    launches = count_launches(thunks_of_step(tmp_path, 1))
+    assert launches.graphs == 1
+    assert not launches.outside
+    assert launches.kernels[0] <= MOST_PER_LAYER * NUM_LAYERS + MOST_BESIDE
+
+
+def test_each_of_several_steps_is_one_graph(tmp_path):
+    thunks = thunks_of_step(tmp_path, 4)
+    (loop,) = (thunk for thunk in every_thunk(thunks) if thunk.kind == "kWhile")
+    launches = count_launches(loop.parts["body"])
+    assert launches.graphs == 1
+    assert not launches.outside
+    assert launches.kernels[0] <= MOST_PER_LAYER * NUM_LAYERS + MOST_BESIDE
