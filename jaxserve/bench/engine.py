@@ -2,14 +2,19 @@
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jaxserve
 from jaxserve.bench.offline import KernelStats
 from jaxserve.bench.workloads import TokenRequest
 from jaxserve.version import __version__
+
+if TYPE_CHECKING:
+    from jax.profiler import ProfileData
+
+    from jaxserve.engine.startup import EngineParts
 
 
 class JaxserveEngine:
@@ -23,6 +28,7 @@ class JaxserveEngine:
         self._llm = jaxserve.LLM(**fields)
         self.ready_s = round(time.perf_counter() - begin, 2)
         engine = self._llm.engine
+        self.parts: EngineParts = engine._parts
         self.dtype = str(engine.dtype)
         self.num_gpus = engine.config.tensor_parallel_size
         self.max_num_seqs = engine.scheduler_config.max_num_seqs
@@ -48,14 +54,19 @@ class JaxserveEngine:
         return [len(output.outputs[0].token_ids) for output in outputs]
 
     def profile(self, requests: Sequence[TokenRequest]) -> KernelStats | None:
+        if self._llm.engine.platform != "gpu":
+            return None
+        return kernel_stats(self.trace(requests))
+
+    def trace(self, requests: Sequence[TokenRequest]) -> "ProfileData":
+        """As `generate`; what JAX's profiler saw."""
         import jax
 
-        if jax.devices()[0].platform != "gpu":
-            return None
         with tempfile.TemporaryDirectory() as folder:
             with jax.profiler.trace(folder):
                 self.generate(requests)
-            return kernel_stats(Path(folder))
+            (path,) = Path(folder).rglob("*.xplane.pb")
+            return jax.profiler.ProfileData.from_file(str(path))
 
     def host_gap_s(self) -> float:
         return self._llm.stats().steps.host_gap_s.total
@@ -64,25 +75,41 @@ class JaxserveEngine:
         self._llm.close()
 
 
-def kernel_stats(folder: Path) -> KernelStats:
-    """Count what ran on the first GPU's streams in the JAX profile that `folder` holds.
-
-    XLA's tracer also lists modules and operations that span several kernels, in lines of their own;
-    only the streams' lines are counted.
-    """
-    from jax.profiler import ProfileData
-
-    (path,) = folder.rglob("*.xplane.pb")
+def kernel_stats(profile: "ProfileData") -> KernelStats:
+    """Count what ran on the first GPU's streams."""
     num_kernels = num_copies = 0
     busy_ns = 0.0
-    plane = ProfileData.from_file(str(path)).find_plane_with_name("/device:GPU:0")
-    for line in plane.lines:
-        if not line.name.startswith("Stream"):
-            continue
-        for event in line.events:
-            busy_ns += event.duration_ns
-            if event.name.lower().startswith(("memcpy", "memset")):
-                num_copies += 1
-            else:
-                num_kernels += 1
+    for name, duration_ns in device_events(profile):
+        busy_ns += duration_ns
+        if is_copy(name):
+            num_copies += 1
+        else:
+            num_kernels += 1
     return KernelStats(num_kernels, num_copies, busy_ns / 1e9)
+
+
+def device_events(profile: "ProfileData") -> Iterator[tuple[str, float]]:
+    """(name, nanoseconds) of each kernel and copy on the first GPU.
+
+    XLA's tracer also lists modules and operations that span several kernels, in lines of their own;
+    only the streams' lines are read.
+    """
+    for line in profile.find_plane_with_name("/device:GPU:0").lines:
+        if line.name.startswith("Stream"):
+            yield from ((event.name, event.duration_ns) for event in line.events)
+
+
+def is_copy(name: str) -> bool:
+    """Whether a device event is a copy or a fill, by its name."""
+    return name.lower().startswith(("memcpy", "memset"))
+
+
+def num_graph_launches(profile: "ProfileData") -> int:
+    """How often the host has launched a CUDA graph."""
+    return sum(
+        event.name in ("cuGraphLaunch", "cudaGraphLaunch")
+        for plane in profile.planes
+        if not plane.name.startswith("/device:")
+        for line in plane.lines
+        for event in line.events
+    )

@@ -2,8 +2,11 @@
 
 import asyncio
 import json
+import sys
 import threading
 from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 from aiohttp import web
@@ -11,6 +14,7 @@ from aiohttp import web
 from jaxserve.cli import main
 
 MODEL = "fake"
+ROOT = Path(__file__).parents[2]
 
 
 def completion_event(text="w", finish_reason=None):
@@ -127,3 +131,20 @@ def bench_serve(cli, server, tmp_path, monkeypatch):
         return code, json.loads(path.read_text()) if path.exists() else None, err
 
     return run
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Imports a module of bench/ or tools/, whose folder is on the path while a script runs."""
+
+    def load(folder: str, name: str):
+        monkeypatch.syspath_prepend(ROOT / folder)
+        return import_module(name)
+
+    before = set(sys.modules)
+    yield load
+    for name in set(sys.modules) - before:
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(
+            (str(ROOT / "bench"), str(ROOT / "tools"))
+        ):
+            del sys.modules[name]

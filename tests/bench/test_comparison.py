@@ -1,30 +1,8 @@
 """Ratios of engines that took turns, and the table and plots made from them."""
 
 import json
-import sys
-from importlib import import_module
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def script(monkeypatch):
-    """Imports a module of bench/ or tools/, whose folder is on the path while a script runs."""
-
-    def load(folder: str, name: str):
-        monkeypatch.syspath_prepend(ROOT / folder)
-        return import_module(name)
-
-    before = set(sys.modules)
-    yield load
-    for name in set(sys.modules) - before:
-        if (getattr(sys.modules[name], "__file__", None) or "").startswith(
-            (str(ROOT / "bench"), str(ROOT / "tools"))
-        ):
-            del sys.modules[name]
 
 
 def record(engine, turn, workload="8x8", rate=None, step=None, flagged=False):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxserve.bench import offline
-from jaxserve.bench.engine import kernel_stats
+from jaxserve.bench.engine import kernel_stats, num_graph_launches
 from jaxserve.bench.floors import (
     decode_floor_ms,
     kv_bytes_per_token,
@@ -168,7 +168,7 @@ def test_short_outputs_are_no_result(engine):
         run_workload(engine, [TokenRequest([1], 5)] * 3, 0)
 
 
-def test_each_kernel_counts_once(tmp_path):
+def test_each_kernel_counts_once():
     from jax.profiler import ProfileData
 
     def line(name, *events):
@@ -177,7 +177,7 @@ def test_each_kernel_counts_once(tmp_path):
         )
         return f'lines {{ name: "{name}" {shown} }}'
 
-    names = {1: "gemm_fusion", 2: "MemcpyD2H", 3: "module"}
+    names = {1: "gemm_fusion", 2: "MemcpyD2H", 3: "module", 4: "cuGraphLaunch"}
     metadata = "".join(
         f'event_metadata {{ key: {k} value {{ id: {k} name: "{n}" }} }} ' for k, n in names.items()
     )
@@ -186,12 +186,12 @@ def test_each_kernel_counts_once(tmp_path):
         line("Stream #14(MemcpyD2H)", (2, 1_000_000)),
         line("XLA Modules", (3, 9_000_000)),
     ]
-    other = f'planes {{ name: "/host:CPU" {lines[0]} {metadata} }}'
+    host = line("python", (1, 1_000_000), (4, 1_000_000), (4, 1_000_000))
+    other = f'planes {{ name: "/host:CPU" {host} {metadata} }}'
     text = f'planes {{ name: "/device:GPU:0" {" ".join(lines)} {metadata} }} {other}'
-    (tmp_path / "run").mkdir()
-    data = ProfileData.text_proto_to_serialized_xspace(text)
-    (tmp_path / "run" / "host.xplane.pb").write_bytes(data)
-    assert kernel_stats(tmp_path) == KernelStats(2, 1, pytest.approx(6e-6))
+    profile = ProfileData.from_text_proto(text)
+    assert kernel_stats(profile) == KernelStats(2, 1, pytest.approx(6e-6))
+    assert num_graph_launches(profile) == 2
 
 
 def test_floors():
