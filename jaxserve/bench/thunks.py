@@ -52,12 +52,17 @@ def read_thunks(folder: Path) -> list[Thunk]:
 
     FileNotFoundError if there is none, as on a CPU; ValueError if there are several.
     """
-    paths = list(folder.glob("*.thunk_sequence_after_thunk_passes.txt"))
+    # XLA writes a second list where it has changed the first, as by making graphs: the later name.
+    paths = {
+        path.name.split(".thunk_sequence")[0]: path
+        for path in sorted(folder.glob("*.thunk_sequence*.txt"))
+    }
     if not paths:
         raise FileNotFoundError(f"XLA has left no list of thunks in {folder}: not a GPU program?")
     if len(paths) > 1:
         raise ValueError(f"{folder} has the lists of {len(paths)} programs, one is wanted")
-    return parse_thunks(paths[0].read_text())
+    (path,) = paths.values()
+    return parse_thunks(path.read_text())
 
 
 def parse_thunks(text: str) -> list[Thunk]:

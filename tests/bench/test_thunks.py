@@ -65,10 +65,10 @@ def test_what_is_launched_outside_of_graphs():
 def test_a_folder_of_one_program(tmp_path):
     with pytest.raises(FileNotFoundError, match="no list of thunks"):
         read_thunks(tmp_path)
-    for name in ("a", "b"):
-        path = tmp_path / f"module_1.{name}.thunk_sequence_after_thunk_passes.txt"
-        path.write_text(ONE_GRAPH)
-        if name == "a":
-            assert count_launches(read_thunks(tmp_path)).graphs == 1
+    (tmp_path / "module_1.a.thunk_sequence.txt").write_text(LOOP)
+    assert count_launches(read_thunks(tmp_path)).graphs == 2
+    (tmp_path / "module_1.a.thunk_sequence_after_thunk_passes.txt").write_text(ONE_GRAPH)
+    assert count_launches(read_thunks(tmp_path)).graphs == 1
+    (tmp_path / "module_2.b.thunk_sequence.txt").write_text(LOOP)
     with pytest.raises(ValueError, match="2 programs"):
         read_thunks(tmp_path)
