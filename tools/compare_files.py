@@ -1,4 +1,5 @@
-"""Reads what `bench/compare.py` has written: figures by engine, workload and batch size."""
+"""Reads what `bench/compare.py` has written: figures by engine, workload and batch size; and step
+reports."""
 
 import json
 import statistics
@@ -12,8 +13,18 @@ RATES = ("output_tokens_per_s", "total_tokens_per_s", "prefill_tokens_per_s")
 
 def compare_files(folder: Path) -> list[dict[str, Any]]:
     """All sessions in `folder`, by file name."""
+    return _results(folder, "compare")
+
+
+def step_reports(folder: Path) -> list[dict[str, Any]]:
+    """What `tools/step_report.py` has left in `folder`: by model, phase and tokens."""
+    reports = _results(folder, "step_report")
+    return sorted(reports, key=lambda r: (r["model"], r["phase"], r["num_tokens"]))
+
+
+def _results(folder: Path, benchmark: str) -> list[dict[str, Any]]:
     results = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    return [result for result in results if result.get("benchmark") == "compare"]
+    return [result for result in results if result.get("benchmark") == benchmark]
 
 
 def engines_of(result: dict[str, Any]) -> list[str]:

@@ -10,14 +10,19 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from statistics import mean
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
+NOTED_SPREAD = 0.05
+"""A pass that took longer than the other by more than this share is mentioned."""
 
 
-def clients() -> list[str]:
+Table = list[str]
+
+
+def clients(result: dict) -> Table:
     """What each client was tried with."""
-    result = json.loads((RESULTS / "clients.json").read_text())
     lines = ["| client | version | what was tried | outcome |", "|---|---|---|---|"]
     for name, outcome in result["scripts"].items():
         checks = outcome["checks"]
@@ -31,9 +36,8 @@ def clients() -> list[str]:
     return lines
 
 
-def soak() -> list[str]:
+def soak(result: dict) -> Table:
     """What the clients of the soak saw, and what they left."""
-    result = json.loads((RESULTS / "soak.json").read_text())
     memory = ", ".join(f"{k} {100 * v['growth']:+.1f}%" for k, v in result["memory"].items())
     statuses = ", ".join(f"{count:,} x {status}" for status, count in result["statuses"].items())
     rows = {
@@ -49,9 +53,8 @@ def soak() -> list[str]:
     return _rows(rows)
 
 
-def shutdown() -> list[str]:
+def shutdown(result: dict) -> Table:
     """How a killed engine and a stopped server end."""
-    result = json.loads((RESULTS / "shutdown.json").read_text())
     killed, stopped = result["engine_killed"], result["sigterm"]
     rows = {
         "engine killed: `/health` says 503 after": f"{killed['health_503_s']} s",
@@ -67,25 +70,128 @@ def shutdown() -> list[str]:
     return _rows(rows)
 
 
-def _rows(rows: dict[str, str]) -> list[str]:
-    return ["| what | measured |", "|---|---|", *(f"| {k} | {v} |" for k, v in rows.items())]
+def paged_attention(result: dict) -> Table:
+    """Every kernel and shape, with what it reaches of its ceiling."""
+    lines = ["| rows | heads, kv heads, size; block | kernel | time | |", "|---|---|---|---|---|"]
+    for row in result["rows"]:
+        reached = ""
+        if "of_copy_bandwidth" in row:
+            reached = f"{100 * row['of_copy_bandwidth']:.0f}% of copy bandwidth"
+        elif "tflop_per_s" in row:
+            reached = f"{row['tflop_per_s']:.0f} TFLOP/s"
+        if row["spread"] > NOTED_SPREAD:
+            reached += f"; the other pass took {100 * row['spread']:.0f}% longer"
+        shape = f"{row['num_heads']}, {row['num_kv_heads']}, {row['head_dim']}; {row['block_size']}"
+        what = row["workload"].replace("-", " ").replace("x", " x ")
+        time = f"{row['time_us']:.{1 if row['time_us'] < 1000 else 0}f} us"
+        lines.append(f"| {what} | {shape} | {row['impl']} | {time} | {reached} |")
+    return lines
 
 
-TABLES: dict[str, Callable[[], list[str]]] = {
+def decode_variants(result: dict) -> Table:
+    """Milliseconds of a decode step by what ran in it, and the sum of its kernels."""
+    batch_sizes = sorted({row["batch"] for row in result["rows"]})
+    ms = {(row["variant"], row["batch"]): mean(row["ms_per_step"]) for row in result["rows"]}
+    head = " | ".join(f"batch {size}" for size in batch_sizes)
+    lines = [f"| what ran | {head} |", f"|---|{'---|' * len(batch_sizes)}"]
+    for variant, what in result["variants"].items():
+        cells = [_number(ms.get((variant, size))) for size in batch_sizes]
+        lines.append(f"| {variant}: {what} | {' | '.join(cells)} |")
+    for variant in dict.fromkeys(profile["variant"] for profile in result["profiles"]):
+        found = {p["batch"]: p for p in result["profiles"] if p["variant"] == variant}
+        cells = [
+            f"{found[size]['busy_us'] / 1000:.2f} ({found[size]['kernels']:.0f})"
+            if size in found
+            else ""
+            for size in batch_sizes
+        ]
+        lines.append(f"| {variant}: its kernels added up (how many) | {' | '.join(cells)} |")
+    return lines
+
+
+def decode_step(result: dict) -> Table:
+    """Milliseconds of a decode step through the engine."""
+    columns = [
+        (name, run)
+        for run in result["runs"]
+        for name in dict.fromkeys(key.rsplit("-", 1)[0] for key in run["ms"])
+    ]
+    batch_sizes = sorted(
+        {int(key.rsplit("-", 1)[1]) for run in result["runs"] for key in run["ms"]}
+    )
+    head = " | ".join(f"{name}, {run['steps_per_dispatch']} steps" for name, run in columns)
+    lines = [f"| batch | {head} |", f"|---|{'---|' * len(columns)}"]
+    for size in batch_sizes:
+        found = [run["ms"].get(f"{name}-{size}") for name, run in columns]
+        cells = [_number(row and mean(row["passes"])) for row in found]
+        lines.append(f"| {size} | {' | '.join(cells)} |")
+    return lines
+
+
+def step_reports(*results: dict) -> Table:
+    """Where each reported step goes, and what it launches."""
+    names = [
+        "step", "ms", "GPU busy", "between kernels", "host", "kernels", "graph launches",
+        "outside of graphs",
+    ]  # fmt: skip
+    lines = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
+    for result in results:
+        shares = [f"{100 * result[k] / result['wall_ms']:.0f}%" for k in
+                  ("busy_ms", "gaps_ms", "host_ms")]  # fmt: skip
+        flag = " !" if result["flagged"] else ""
+        outside = sum(result["launches"]["outside_of_graphs"].values())
+        cells = [
+            f"{result['model']}, {result['phase']} of {result['num_tokens']} tokens",
+            f"{result['wall_ms']:.2f}{flag}", *shares, f"{result['kernels_per_step']:.0f}",
+            f"{result['graph_launches_per_step']:g}", f"{outside}",
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def launch_overhead(result: dict) -> Table:
+    """Microseconds of one small kernel."""
+    names = {
+        "eager": "an operation called by itself",
+        "jitted_call": "a compiled program of one",
+        "program": "one of many in a program, without graphs",
+        "graph": "one of many in a graph",
+        "graph_launch": "a graph's launch, beside its kernels",
+    }
+    rows = {what: f"{result['us'][name]:.2f} us" for name, what in names.items()}
+    return _rows(rows, f"one small kernel, {result['device']}")
+
+
+def _rows(rows: dict[str, str], what: str = "what") -> Table:
+    return [f"| {what} | measured |", "|---|---|", *(f"| {k} | {v} |" for k, v in rows.items())]
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+TABLES: dict[str, Callable[..., Table]] = {
     "clients": clients,
     "soak": soak,
     "shutdown": shutdown,
+    "paged_attention_h200": paged_attention,
+    "decode_variants_0.5b": decode_variants,
+    "decode_step_0.5b": decode_step,
+    "step_report-*": step_reports,
+    "launch_overhead": launch_overhead,
 }
+"""By the names of their result files, without the ending."""
 
 
 def filled(text: str) -> str:
     """The document with the tables made anew that have results."""
     for name, make in TABLES.items():
-        if not (RESULTS / f"{name}.json").exists():
-            continue
-        markers = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-        if markers.search(text):
-            table = "\n".join(make()) + "\n"
+        results = [json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"{name}.json"))]
+        markers = re.compile(
+            rf"(<!-- {re.escape(name)} -->\n).*?(<!-- /{re.escape(name)} -->)", re.DOTALL
+        )
+        if results and markers.search(text):
+            table = "\n".join(make(*results)) + "\n"
             text = markers.sub(lambda m, table=table: m[1] + table + m[2], text)
     return text
 

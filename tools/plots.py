@@ -1,6 +1,7 @@
-"""Plots of the comparisons in `bench/results/`: step times, throughput, and where a step goes.
+"""Plots of what `bench/results/` holds: of comparisons, step times and throughput; of step reports,
+where a step goes.
 
-python tools/plots.py                  # docs/plots/{step,throughput,breakdown}-MODEL-SESSION.svg
+python tools/plots.py    # docs/plots/{step,throughput}-MODEL-SESSION.svg, breakdown-MODEL.svg
 """
 
 import argparse
@@ -10,7 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from compare_files import ROOT, compare_files, engines_of, median, of_engine, rates, step_times
+from compare_files import (
+    ROOT,
+    compare_files,
+    engines_of,
+    median,
+    rates,
+    step_reports,
+    step_times,
+)
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter, LogLocator
@@ -65,35 +74,44 @@ def throughput_plot(axes: Axes, result: dict[str, Any]) -> bool:
     return bool(workloads)
 
 
-def breakdown_plot(axes: Axes, result: dict[str, Any]) -> bool:
-    """jaxserve's decode steps: the GPU computes, waits between kernels, or waits for the host.
-
-    Busy time is from a profile; the wait for the host is the engine's own count, at most; what is
-    left of the step lies between kernels.
-    """
-    records = [r for r in of_engine(result, "jaxserve") if r.get("profiles")]
-    if not records:
-        return False
-    sizes = list(records[0]["profiles"])
-    step = [median([r["decode_step_ms"][size] for r in records]) for size in sizes]
-    busy = [median([r["profiles"][size]["busy_ms"] for r in records]) for size in sizes]
-    host = [median([r["host_gap_ms"][size] for r in records]) for size in sizes]
-    host = [min(h, max(s - b, 0)) for h, s, b in zip(host, step, busy, strict=True)]
-    gaps = [max(s - b - h, 0) for s, b, h in zip(step, busy, host, strict=True)]
-    bottom = [0.0] * len(sizes)
-    for label, heights in (("GPU busy", busy), ("between kernels", gaps), ("host", host)):
-        axes.bar(sizes, heights, bottom=bottom, label=label)
+def breakdown_plot(axes: Axes, reports: list[dict[str, Any]]) -> None:
+    """Each reported step as shares of its time: the GPU computes, waits between kernels, or waits
+    for the host."""
+    names = [f"{r['phase']}, {r['num_tokens']} tokens\n{r['wall_ms']:.2f} ms" for r in reports]
+    bottom = [0.0] * len(reports)
+    for key, label in (("busy_ms", "GPU busy"), ("gaps_ms", "between kernels"),
+                       ("host_ms", "waits for the host")):  # fmt: skip
+        heights = [100 * report[key] / report["wall_ms"] for report in reports]
+        axes.bar(names, heights, bottom=bottom, label=label)
         bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
-    axes.set(xlabel="batch size", ylabel="ms of a decode step")
-    return True
+    axes.set(ylabel="% of a step")
 
 
 PLOTS: dict[str, Callable[[Axes, dict[str, Any]], bool]] = {
     "step": step_plot,
     "throughput": throughput_plot,
-    "breakdown": breakdown_plot,
 }
-"""Each draws one figure; False if the session has not measured it."""
+"""Each draws one figure of a session; False if the session has not measured it."""
+
+
+def save(name: str, title: str, result: dict[str, Any], folder: Path, figure: Figure) -> None:
+    (axes,) = figure.axes
+    gpus = result["hardware"]["gpus"]
+    machine = gpus[0] if gpus else result["hardware"]["cpu"]
+    axes.set_title(f"{result['model']}, {machine}, {title}", fontsize=10)
+    axes.grid(alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.legend()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.svg"
+    # No date in the file: the same results make the same picture.
+    figure.savefig(path, metadata={"Date": None})
+    print(path)
+
+
+def new_figure() -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    return figure, figure.subplots()
 
 
 def main() -> int:
@@ -104,21 +122,17 @@ def main() -> int:
     matplotlib.rcParams["svg.hashsalt"] = "jaxserve"  # else ids are random
     for result in compare_files(args.results):
         for name, draw in PLOTS.items():
-            figure = Figure(figsize=(7, 4.5), layout="constrained")
-            axes = figure.subplots()
-            if not draw(axes, result):
-                continue
-            gpus = result["hardware"]["gpus"]
-            machine = gpus[0] if gpus else result["hardware"]["cpu"]
-            axes.set_title(f"{result['model']}, {machine}, {result['session']}", fontsize=10)
-            axes.grid(alpha=0.3)
-            axes.set_axisbelow(True)
-            axes.legend()
-            args.output_dir.mkdir(parents=True, exist_ok=True)
-            path = args.output_dir / f"{name}-{result['model']}-{result['session']}.svg"
-            # No date in the file: the same results make the same picture.
-            figure.savefig(path, metadata={"Date": None})
-            print(path)
+            figure, axes = new_figure()
+            if draw(axes, result):
+                stem = f"{name}-{result['model']}-{result['session']}"
+                save(stem, result["session"], result, args.output_dir, figure)
+    reports: dict[str, list[dict[str, Any]]] = {}
+    for report in step_reports(args.results):
+        reports.setdefault(report["model"], []).append(report)
+    for model, of_model in reports.items():
+        figure, axes = new_figure()
+        breakdown_plot(axes, of_model)
+        save(f"breakdown-{model}", of_model[0]["date"], of_model[0], args.output_dir, figure)
     return 0
 
 

@@ -14,6 +14,7 @@ from compare_files import RATES, ROOT, compare_files, engines_of, median, rates,
 
 MARKERS = re.compile(r"(<!-- results -->\n).*?(<!-- /results -->)", re.DOTALL)
 RESULTS = ROOT / "bench" / "results"
+PLOTS = ROOT / "docs" / "plots"
 
 
 def offline_rows(result: dict) -> list[str]:
@@ -117,9 +118,18 @@ def cell(figure: tuple[list[float], bool] | None, digits: int) -> str:
     return f"{median(values):,.{digits}f}{' !' if flagged else ''}"
 
 
+def plots(pattern: str) -> list[str]:
+    """Lines that show the plots whose names fit, as `tools/plots.py` has left them."""
+    paths = sorted(PLOTS.glob(f"{pattern}.svg"))
+    return [f"![{path.stem}]({path.relative_to(ROOT)})" for path in paths]
+
+
 def tables() -> str:
-    """All tables as Markdown."""
-    parts = [single_rows(), *map(compare_table, compare_files(RESULTS))]
+    """All tables as Markdown, each session's plots below its own."""
+    parts = [single_rows()]
+    for result in compare_files(RESULTS):
+        parts += [compare_table(result), plots(f"*-{result['model']}-{result['session']}")]
+    parts.append(plots("breakdown-*"))
     return "\n\n".join("\n".join(lines) for lines in parts if lines) + "\n"
 
 

@@ -16,8 +16,6 @@ def record(engine, turn, workload="8x8", rate=None, step=None, flagged=False):
         "prefill_tokens_per_s": None,
         "decode_step_ms": step and {"1": step},
         "rows": {"1": {"flagged": flagged}},
-        "profiles": step and {"1": {"kernels": 30, "busy_ms": 0.5}},
-        "host_gap_ms": step and {"1": 0.25},
         "flagged": flagged,
     }
 
@@ -78,15 +76,44 @@ def test_the_table_has_medians_limits_and_ratios(script, result):
     ]
 
 
+def report(phase="decode", **fields):
+    times = {"wall_ms": 2.0, "busy_ms": 1.5, "gaps_ms": 0.3, "host_ms": 0.2}
+    made = {
+        "benchmark": "step_report",
+        "model": "qwen2.5-0.5b",
+        "date": "2026-01-01",
+        "hardware": {"cpu": "a CPU", "gpus": ["a GPU"]},
+        "phase": phase,
+        "num_tokens": 32,
+        "kernels_per_step": 301.0,
+        "graph_launches_per_step": 1.0,
+        "launches": {"outside_of_graphs": {"kCopy": 2, "kWhile": 1}},
+        "flagged": False,
+    }
+    return made | times | fields
+
+
+def test_the_table_of_steps(script):
+    make = script("tools", "docs_tables").step_reports
+    assert make(report(), report("prefill", flagged=True))[2:] == [
+        "| qwen2.5-0.5b, decode of 32 tokens | 2.00 | 75% | 15% | 10% | 301 | 1 | 3 |",
+        "| qwen2.5-0.5b, prefill of 32 tokens | 2.00 ! | 75% | 15% | 10% | 301 | 1 | 3 |",
+    ]
+
+
 def test_plots(script, result, tmp_path, monkeypatch):
     (tmp_path / "compare.json").write_text(json.dumps(result))
+    for phase in ("decode", "prefill"):
+        (tmp_path / f"step_report-{phase}.json").write_text(json.dumps(report(phase)))
     plots = script("tools", "plots")
     argv = ["plots.py", "--results", str(tmp_path), "--output-dir", str(tmp_path)]
     monkeypatch.setattr("sys.argv", argv)
     assert plots.main() == 0
     made = {path.name: path.read_bytes() for path in tmp_path.glob("*.svg")}
     assert set(made) == {
-        f"{name}-qwen2.5-0.5b-s1.svg" for name in ("step", "throughput", "breakdown")
+        "step-qwen2.5-0.5b-s1.svg",
+        "throughput-qwen2.5-0.5b-s1.svg",
+        "breakdown-qwen2.5-0.5b.svg",
     }
     plots.main()
     assert made == {path.name: path.read_bytes() for path in tmp_path.glob("*.svg")}
