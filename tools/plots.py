@@ -1,12 +1,14 @@
-"""Plots of what `bench/results/` holds: of comparisons, step times and throughput; of step reports,
-where a step goes.
+"""Plots of what `bench/results/` holds: of comparisons, step times and rates; of reports, where a
+step goes.
 
-python tools/plots.py    # docs/plots/{step,throughput}-MODEL-SESSION.svg, breakdown-MODEL.svg
+python tools/plots.py    # docs/plots/{step,throughput,prefill}-MODEL-SESSION.svg and
+                         # docs/plots/breakdown-MODEL.svg
 """
 
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +53,10 @@ def step_plot(axes: Axes, result: dict[str, Any]) -> bool:
     return bool(batch_sizes)
 
 
-def throughput_plot(axes: Axes, result: dict[str, Any]) -> bool:
-    """Output tokens a second (prompt tokens where a workload only prefills), bars by engine."""
+def rate_plot(axes: Axes, result: dict[str, Any], rate: str, label: str) -> bool:
+    """One of the rates by workload, medians of the turns, bars by engine."""
     engines = engines_of(result)
-    found = {
-        engine: rates(result, engine, "output_tokens_per_s")
-        | rates(result, engine, "prefill_tokens_per_s")
-        for engine in engines
-    }
+    found = {engine: rates(result, engine, rate) for engine in engines}
     workloads = list(dict.fromkeys(w for of_one in found.values() for w in of_one))
     width = 0.8 / len(engines)
     for index, engine in enumerate(engines):
@@ -70,7 +68,7 @@ def throughput_plot(axes: Axes, result: dict[str, Any]) -> bool:
         )  # fmt: skip
         axes.bar_label(bars, [f"{height:,.0f}" for height in heights], fontsize=7)
     axes.set_xticks(range(len(workloads)), workloads)
-    axes.set(ylabel="tokens/s")
+    axes.set(ylabel=label)
     return bool(workloads)
 
 
@@ -84,12 +82,13 @@ def breakdown_plot(axes: Axes, reports: list[dict[str, Any]]) -> None:
         heights = [100 * report[key] / report["wall_ms"] for report in reports]
         axes.bar(names, heights, bottom=bottom, label=label)
         bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
-    axes.set(ylabel="% of a step")
+    axes.set(ylabel="% of a step", ylim=(0, 125))  # with room for the legend
 
 
 PLOTS: dict[str, Callable[[Axes, dict[str, Any]], bool]] = {
     "step": step_plot,
-    "throughput": throughput_plot,
+    "throughput": partial(rate_plot, rate="output_tokens_per_s", label="output tokens/s"),
+    "prefill": partial(rate_plot, rate="prefill_tokens_per_s", label="prompt tokens/s"),
 }
 """Each draws one figure of a session; False if the session has not measured it."""
 
