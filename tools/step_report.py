@@ -183,8 +183,8 @@ def compiled_program(engine: JaxserveEngine, phase: Phase) -> tuple[str, dict[st
         parts.definition, mesh, layout, config.num_blocks, config.max_num_seqs
     )
     lowered = make_step(parts.definition, mesh, layout, several).lower(*arguments)
-    with tempfile.TemporaryDirectory() as folder, no_compilation_cache():
-        program = lowered.compile(compiler_options=dump_options(Path(folder)))
+    with tempfile.TemporaryDirectory() as folder, compiling_anew() as options:
+        program = lowered.compile(compiler_options=dump_options(Path(folder)) | options)
         thunks = read_thunks(Path(folder))
     if several > 1:
         (loop,) = (thunk for thunk in every_thunk(thunks) if thunk.kind == "kWhile")
@@ -200,12 +200,16 @@ def compiled_program(engine: JaxserveEngine, phase: Phase) -> tuple[str, dict[st
 
 
 @contextmanager
-def no_compilation_cache() -> Iterator[None]:
-    """In the block XLA compiles what a cache may have: only then does it write its lists."""
+def compiling_anew() -> Iterator[dict[str, object]]:
+    """In the block XLA compiles what JAX's cache may have: only then does it write its lists.
+
+    Yields the options by which it picks the kernels that it has picked before.
+    """
     folder = jax.config.jax_compilation_cache_dir
+    picked = Path(folder or "", "xla_gpu_per_fusion_autotune_cache_dir")
     jax.config.update("jax_compilation_cache_dir", None)
     reset_cache()
-    yield
+    yield {picked.name: str(picked)} if folder and picked.is_dir() else {}
     jax.config.update("jax_compilation_cache_dir", folder)
     reset_cache()
 

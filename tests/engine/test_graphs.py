@@ -37,7 +37,7 @@ LAYOUT = BatchLayout(Bucket(32, 32), max_blocks=64, block_size=16)
 MOST_PER_LAYER = 14
 """Four matrix products, three of them with the sum of their parts, the gate, two norms, the
 rotation, and three for the cache and attention."""
-MOST_BESIDE = 40
+MOST_BESIDE = 32
 """Of unpacking, embedding, the head, and a greedy row's sampling."""
 
 
