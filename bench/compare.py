@@ -140,7 +140,9 @@ def run_script(
 def measure_ceilings(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     path = folder / "ceilings.json"
     arguments = ["--output", str(path)]
-    run_script(args, "jaxserve", "bench/ceilings.py", arguments, stdout=sys.stderr)
+    done = run_script(args, "jaxserve", "bench/ceilings.py", arguments, stdout=sys.stderr)
+    if done.returncode != 0:
+        raise SystemExit("no ceilings: bench/ceilings.py has failed (--no-ceilings goes without)")
     result = json.loads(path.read_text())
     names = ("copy_bytes_per_s", "matmul_flops_per_s", "rows", "spread", "flagged")
     return {name: result[name] for name in names}

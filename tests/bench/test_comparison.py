@@ -1,6 +1,8 @@
 """Ratios of engines that took turns, and the table and plots made from them."""
 
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -34,6 +36,23 @@ def records():
             record("vllm", turn, "decode", step=step * (2 + turn)),
         ]
     return made
+
+
+def test_engines_keep_their_packages_apart(script, monkeypatch):
+    compare = script("bench", "compare")
+    started = []
+    monkeypatch.setattr(compare.subprocess, "run", lambda *args, **kw: started.append((args, kw)))
+    monkeypatch.setenv("PYTHONPATH", "/callers")
+    args = SimpleNamespace(site=["vllm=/packages"], python=["vllm=/python"])
+    for engine in ("jaxserve", "vllm-v2"):
+        compare.run_script(args, engine, "bench/engines/worker.py", ["job"])
+    (ours, ours_kw), (theirs, theirs_kw) = started
+    assert ours_kw["env"]["PYTHONPATH"].split(":")[-1] == "/callers"
+    paths = theirs_kw["env"]["PYTHONPATH"].split(":")
+    assert paths[0] == "/packages"
+    assert "/callers" not in paths
+    assert theirs_kw["env"]["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    assert (ours[0][0], theirs[0][0]) == (sys.executable, "/python")
 
 
 def test_ratios_are_medians_of_good_turns(script, records):
