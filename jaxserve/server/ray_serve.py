@@ -19,14 +19,14 @@ from typing import Any, NoReturn
 import ray
 from fastapi import FastAPI
 from ray import serve as ray_serve
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.client import EngineClient, EngineLostError, EngineStartError, OpenRequest
 from jaxserve.engine.group import EngineGroup
-from jaxserve.engine.messages import Abort, Add, Deltas, EngineInfo, Failed, Queued, Refused, Stats
+from jaxserve.engine.messages import Abort, Add, Deltas, EngineInfo, Queued, Refused, Stats
 from jaxserve.engine.process import EngineProcess
 from jaxserve.engine.streams import EngineDeadError, QueueFullError, RequestStream
 from jaxserve.model.resolve import resolve_model
@@ -59,10 +59,11 @@ def serve(
 
     Joins the Ray cluster that Ray finds (by RAY_ADDRESS, or on this machine), or starts one here.
     """
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _interrupt)
+    _on_signals(_interrupt)
     try:
         ray.init(logging_level=logging.WARNING)
+        # Ray has put its own there, which abort the process 3 s after a signal.
+        _on_signals(_interrupt)
         ray_serve.start(http_options={"host": config.host, "port": config.port})
         _run(_application(engine_config, config, engine_factory, api_keys, chat_template))
         logger.info("listening on http://%s:%d", config.host, config.port)
@@ -70,10 +71,14 @@ def serve(
     except KeyboardInterrupt:
         return 0
     finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)
+        _on_signals(signal.SIG_IGN)
         logger.info("shutting down")
         _end()
+
+
+def _on_signals(handler: Any) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handler)
 
 
 def _interrupt(number: int, frame: Any) -> NoReturn:
@@ -165,8 +170,10 @@ class EngineReplica:
     async def abort(self, request_id: str) -> None:
         self._engine.abort(request_id)
 
-    async def generate(self, add: Add) -> AsyncIterator[Queued | Refused | Deltas | Failed]:
-        """What becomes of a request."""
+    async def generate(
+        self, add: Add
+    ) -> AsyncIterator[Queued | Refused | Deltas | EngineDeadError]:
+        """What becomes of a request; an EngineDeadError comes last."""
         stream = RequestStream()
         stream.expect(add.params.n)
         request = OpenRequest(add, stream, add.params.n, len(add.prompt_token_ids))
@@ -177,7 +184,7 @@ class EngineReplica:
             async for deltas in stream:
                 yield Deltas(deltas)
         except EngineDeadError as error:
-            yield Failed(str(error))
+            yield error
         except QueueFullError as error:
             yield Refused(add.request_id, str(error), "queue_full")
         except ValueError as error:
@@ -226,19 +233,26 @@ class RayEngine(EngineClient):
         answers = self._handle.options(stream=True).generate.remote(add)
         try:
             async for message in answers:
-                if isinstance(message, Failed):
-                    self._lose(EngineDeadError(message.message))
                 if add.request_id not in self._open:  # the engine was lost meanwhile
                     answers.cancel()
                     return
+                if isinstance(message, EngineDeadError):
+                    self._lose(message)
+                    return
                 self._take(message)
         except (RayError, RayServeException) as error:
-            self._lose(self._lost(error))
+            self._lose_with(add.request_id, error)
 
     async def _abort(self, message: Abort) -> None:
         try:
             await self._handle.abort.remote(message.request_id)
         except (RayError, RayServeException) as error:
+            self._lose_with(message.request_id, error)
+
+    def _lose_with(self, request_id: str, error: Exception) -> None:
+        """The engine that has the request does not answer. If the request is here no more, neither
+        is that engine: the error is late, and says nothing of the one that was started since."""
+        if request_id in self._open:
             self._lose(self._lost(error))
 
     async def _watch(self) -> None:
@@ -256,7 +270,9 @@ class RayEngine(EngineClient):
     async def _ask_stats(self) -> Stats:
         return await self._handle.stats.remote()
 
-    def _lost(self, error: Exception) -> EngineLostError:
+    def _lost(self, error: Exception) -> EngineDeadError:
+        if isinstance(error, RayTaskError) and isinstance(error.cause, EngineDeadError):
+            return error.cause  # the replica lives, and told it
         logger.debug("an engine's replica does not answer", exc_info=error)
         return EngineLostError("the engine's replica has died, or does not answer")
 

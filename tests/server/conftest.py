@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-START_S = 120
+START_S = 300
 ENVIRONMENT = {
     name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "PYTHONPATH")
 } | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
@@ -101,6 +102,9 @@ class Server:
             self.http = httpx2.Client(base_url=self.url, timeout=60)
         except BaseException:
             self.process.kill()
+            self.process.wait()
+            self._reader.join(10)
+            self.process.stderr.close()
             raise
 
     def _read(self) -> None:
@@ -199,15 +203,25 @@ def is_gone(pid: int) -> bool:
         return True
 
 
+def wait_for_condition(condition: Callable[[], Any], timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="session")
+def wait_until() -> Callable[..., None]:
+    """Waits until a condition holds."""
+    return wait_for_condition
+
+
 @pytest.fixture(scope="session")
 def wait_gone() -> Callable[[list[int]], None]:
     """Waits until none of these processes is left."""
 
     def wait(pids: list[int]) -> None:
-        deadline = time.monotonic() + 10
-        while not all(is_gone(pid) for pid in pids):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_for_condition(lambda: all(is_gone(pid) for pid in pids), timeout_s=10)
 
     return wait
 
@@ -267,6 +281,35 @@ def events_of(server: Server, path: str, **body: Any) -> list[dict[str, Any]]:
 @pytest.fixture(scope="session")
 def events() -> Callable[..., list[dict[str, Any]]]:
     return events_of
+
+
+class Stream:
+    """A streamed completion of "abc" over and over, read by a thread of its own. `text` and `error`
+    are what has come; `task` ends when the stream has."""
+
+    def __init__(self, pool: ThreadPoolExecutor, server: Server, max_tokens: int = 60) -> None:
+        self.text = ""
+        self.error: dict[str, Any] | None = None
+        self._body = {"prompt": "abc", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+        self.task = pool.submit(self._read, server)
+
+    def _read(self, server: Server) -> None:
+        with server.http.stream("POST", "/v1/completions", json=self._body) as response:
+            assert response.status_code == 200, response.read()
+            lines = []
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line[6:])
+                    self.error = event.get("error", self.error)
+                    self.text += event["choices"][0]["text"] if "choices" in event else ""
+                lines.append(line)
+            assert lines[-2] == "data: [DONE]"
+
+
+@pytest.fixture(scope="session")
+def open_stream() -> type[Stream]:
+    """Open a stream, with `Stream`'s arguments."""
+    return Stream
 
 
 @pytest.fixture(scope="session")

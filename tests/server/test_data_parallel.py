@@ -1,49 +1,16 @@
 """Several engines behind one port."""
 
 import concurrent.futures
-import json
 import os
 import signal
-import time
 
 import pytest
 
-LONG = {"prompt": "abc", "max_tokens": 60, "ignore_eos": True}
 ENGINES = ("0", "1", "2")
 
 
 def running(server):
     return [server.metric("num_requests_running", engine=rank) for rank in ENGINES]
-
-
-def wait_until(condition, timeout_s=30):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-class Stream:
-    """A streamed completion, read by a thread of its own."""
-
-    def __init__(self, pool, server, prompt="abc", **body):
-        self.text = ""
-        self.error = None
-        self._body = LONG | {"prompt": prompt, "stream": True} | body
-        self.task = pool.submit(self._read, server)
-
-    def _read(self, server):
-        with server.http.stream("POST", "/v1/completions", json=self._body) as response:
-            assert response.status_code == 200, response.read()
-            lines = []
-            for line in response.iter_lines():
-                if line.startswith("data: {"):
-                    event = json.loads(line[6:])
-                    self.error = event.get("error", self.error)
-                    self.text += event["choices"][0]["text"] if "choices" in event else ""
-                lines.append(line)
-            assert lines[-2] == "data: [DONE]"
-        return self
 
 
 @pytest.fixture(scope="module")
@@ -54,16 +21,17 @@ def server(start_fake):
     ).ready()
 
 
-def test_requests_are_spread(server):
+def test_requests_are_spread(server, open_stream, wait_until):
     assert "3 engines" in server.wait_for(r"ready: .*")[0]
     assert "KV cache of 196608 tokens" in server.log
     assert len(server.engine_pids()) == 3
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
-        streams = [Stream(pool, server, max_tokens=200) for _ in range(6)]
+        streams = [open_stream(pool, server, max_tokens=200) for _ in range(6)]
         wait_until(lambda: running(server) == [1, 1, 1])
         wait_until(lambda: server.http.get("/load").json() == {"server_load": 6})
         for stream in streams:
-            assert stream.task.result(60).text == "abc" * 50
+            stream.task.result(60)
+            assert stream.text == "abc" * 50
     for rank in ENGINES:
         assert server.metric("generation_tokens_total", engine=rank) == 2 * 200
         assert server.metric("request_success_total", engine=rank, finished_reason="length") == 2
@@ -86,10 +54,10 @@ def test_a_prompt_goes_where_its_beginning_is_cached(server):
     assert usage["prompt_tokens_details"]["cached_tokens"] == 0
 
 
-def test_fault_4_a_killed_engine_takes_only_what_it_has_begun(server):
+def test_fault_4_a_killed_engine_takes_only_what_it_has_begun(server, open_stream, wait_until):
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
         # Three run and three wait, of which one does at the engine that is killed.
-        streams = [Stream(pool, server, max_tokens=100) for _ in range(6)]
+        streams = [open_stream(pool, server, max_tokens=100) for _ in range(6)]
         wait_until(lambda: sum(bool(stream.text) for stream in streams) == 3)
         os.kill(server.engine_pids()[1], signal.SIGKILL)
         wait_until(lambda: server.http.get("/health").status_code == 503, timeout_s=2)
@@ -108,25 +76,26 @@ def test_fault_4_a_killed_engine_takes_only_what_it_has_begun(server):
     assert sum(line.startswith("jaxserve:num_requests_running{") for line in samples) == 2
 
 
-def test_fault_17_no_engine_is_left(server, wait_gone):
+def test_fault_17_no_engine_is_left(server, open_stream, wait_until, wait_gone):
     children = server.children()
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        streams = [Stream(pool, server) for _ in range(2)]
+        streams = [open_stream(pool, server) for _ in range(2)]
         wait_until(lambda: all(stream.text for stream in streams))
         server.signal(signal.SIGTERM)
         for stream in streams:
-            assert stream.task.result(30).text == "abc" * 15
+            stream.task.result(30)
+            assert stream.text == "abc" * 15
     assert server.wait() == 0
     wait_gone(children)
 
 
-def test_the_others_finish_before_the_server_ends(start_fake, wait_gone):
+def test_the_others_finish_before_the_server_ends(start_fake, open_stream, wait_until, wait_gone):
     server = start_fake(
         "--data-parallel-size", "2", "--step-time", "0.02", "--exit-on-engine-failure"
     ).ready()
     children = server.children()
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        streams = [Stream(pool, server) for _ in range(2)]
+        streams = [open_stream(pool, server) for _ in range(2)]
         wait_until(lambda: all(stream.text for stream in streams))
         os.kill(server.engine_pids()[0], signal.SIGKILL)
         for stream in streams:
