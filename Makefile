@@ -32,7 +32,7 @@ ray: .venv/.installed-test
 	$(BIN)/python -m pytest -m ray $(PYTEST_ARGS)
 
 clients: .venv/.installed-test .venv-clients/.installed tests/clients/node_modules/.package-lock.json
-	status=0; $(BIN)/python -m pytest -m clients $(PYTEST_ARGS) || status=$$?; \
+	status=0; $(BIN)/python -m pytest -m clients tests/clients $(PYTEST_ARGS) || status=$$?; \
 		$(BIN)/python tools/docs_tables.py; exit $$status
 
 lint: .venv/.installed-dev

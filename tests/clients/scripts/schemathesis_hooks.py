@@ -57,8 +57,9 @@ def short_answers(body: dict[str, Any]) -> None:
             body[name] = 8
     if (given(body, "n", int) or 0) in range(5, 129):
         body["n"] = 4
-    if "messages" in body and body.get("max_tokens") is None and "tokens" not in body:
-        body.setdefault("max_completion_tokens", 8)
+    limits = ("max_tokens", "max_completion_tokens")
+    if "messages" in body and all(body.get(name) is None for name in limits):
+        body["max_completion_tokens"] = 8
 
 
 def streams(body: dict[str, Any]) -> None:
