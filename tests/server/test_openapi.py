@@ -30,6 +30,8 @@ def test_it_knows_the_model(schemas):
     assert [i["maximum"] for i in ids if i["type"] == "integer"] == [266]
     assert [i["items"]["maximum"] for i in ids if i["type"] == "array"] == [266]
     assert completion["seed"]["anyOf"][0]["maximum"] == 2**64 - 1
+    # An unknown kind of grammar is refused if it is asked for.
+    assert schemas["StructuredOutputs"]["additionalProperties"] == {"enum": [None, False]}
 
 
 @pytest.mark.parametrize("limit", [0, 7, 9, 10, 99, 100, 266, 1999, 49151])

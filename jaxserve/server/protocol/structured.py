@@ -41,6 +41,8 @@ class ResponseFormat(_Part):
 class StructuredOutputs(_Part):
     """Without any field that says something the text is free."""
 
+    model_config = ConfigDict(json_schema_extra={"additionalProperties": {"enum": [None, False]}})
+
     json_: Annotated[Text | dict[str, Any] | None, Field(alias="json")] = None
     regex: Text | None = None
     choice: Annotated[list[Text], Field(min_length=1)] | None = None
@@ -55,7 +57,7 @@ class StructuredOutputs(_Part):
         if isinstance(data, dict):
             known = [field.alias or name for name, field in cls.model_fields.items()]
             for name, value in data.items():
-                if name not in known and value not in (None, False):
+                if name not in known and value is not None and value is not False:
                     raise ValueError(f"{name!r:.80} is not one of {', '.join(known)}")
         return data
 
