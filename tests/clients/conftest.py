@@ -60,13 +60,15 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def results() -> Iterator[dict[str, Any]]:
-    """Outcomes by script, which go into the results file; those not run now stay in it."""
-    found: dict[str, Any] = {}
+    """Outcomes by script, which go into the results file; None, if it came to none, takes out the
+    one from before. Those of scripts not run now stay."""
+    found: dict[str, dict[str, Any] | None] = {}
     yield found
     before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"scripts": {}}
     body = {**describe(), "command": "make clients", "benchmark": "clients"}
     body |= {"model": MODEL, "flags": list(FLAGS)}
-    body["scripts"] = dict(sorted((before["scripts"] | found).items()))
+    outcomes = sorted((before["scripts"] | found).items())
+    body["scripts"] = {name: outcome for name, outcome in outcomes if outcome is not None}
     RESULTS.write_text(json.dumps(body, indent=2) + "\n")
 
 
@@ -78,12 +80,14 @@ def run_client(url: str, results: dict[str, Any], tmp_path: Path) -> Callable[..
         path = HERE / "scripts" / script
         interpreter = INTERPRETERS[path.suffix[1:]][environment]
         command = [str(interpreter), str(path), url, str(tmp_path), str(resolve_model(MODEL))]
+        name = f"{path.stem} ({environment})" if environment == "main" else path.name
+        results[name] = None
         begin = time.monotonic()
         stdout, stderr, code = _run(command, timeout_s)
         last = (stdout.splitlines() or [""])[-1]
         assert last.startswith("{"), stderr
         outcome = json.loads(last) | {"seconds": round(time.monotonic() - begin, 1)}
-        results[f"{path.stem} ({environment})" if environment == "main" else path.name] = outcome
+        results[name] = outcome
         assert code == 0, f"{json.dumps(outcome, indent=2)}\n{stderr[-5000:]}"
         return outcome
 
