@@ -100,7 +100,11 @@ def server(start_fake, cluster):
         "--api-key", "key", port=free_port(), env={"RAY_ADDRESS": cluster},
     )  # fmt: skip
     server.http.headers["Authorization"] = "Bearer key"
-    return server.ready()
+    try:
+        yield server.ready()
+    finally:
+        server.ask_to_end()
+        server.wait(60)  # its cluster ends after it
 
 
 def test_a_start_that_fails(cluster, model_folder, server_environment):
