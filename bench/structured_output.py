@@ -2,104 +2,124 @@
 
     python bench/structured_output.py --output bench/results/structured_output.json
 
-Every output must validate. Only steps that decode all the requests at once are timed. Passes with
-and without grammars take turns, so that a machine that slows down slows both.
+Every answer must validate; a schema bounds its answer's length (`schemas.py`), so that none is cut
+off. Runs with and without grammars take turns, in an order that is turned round every time. Those
+without give answers of the same lengths. Only steps that decode all the requests are timed.
 """
 
 import argparse
 import json
 import os
-import random
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jsonschema
+from schemas import Schema, SchemaMaker, longest
 
-from jaxserve import LLM, SamplingParams, StructuredOutputsParams
+from jaxserve import LLM, CompletionOutput, SamplingParams, StructuredOutputsParams
 from jaxserve.bench.environment import describe, write_result
 
 MAX_RATIO = 1.15
 PROMPT = "Here is a record of the measurements, as JSON, with invented values:\n"
 
 
-def make_schema(rng: random.Random, number: int) -> dict[str, Any]:
-    """An object of some 100 to 250 tokens, with properties of its own."""
-    word = lambda: "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(3, 8)))  # noqa: E731
-    inner = {"type": "object", "additionalProperties": False}
-    inner["properties"] = {
-        word(): {"type": "boolean"},
-        word(): {"enum": [word() for _ in range(5)]},
-    }
-    inner["required"] = list(inner["properties"])
-    low, count = rng.randint(-100, 0), rng.randint(6, 9)
-    properties = {
-        word(): {"type": "string", "minLength": 5, "maxLength": 25},
-        word(): {"type": "integer", "minimum": low, "maximum": low + 1000},
-        word(): {"type": "string", "pattern": rf"^[A-Z]{{{number % 4 + 2}}}-[0-9]{{4}}$"},
-        word(): inner,
-        word(): {
-            "type": "array", "items": {"type": "integer", "minimum": low, "maximum": low + 5000},
-            "minItems": count, "maxItems": count + 3,
-        },
-        word(): {"type": ["number", "null"], "minimum": 0, "maximum": 9},
-    }  # fmt: skip
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(properties),
-        "additionalProperties": False,
-    }
+def constrained(schema: Schema, seed: int) -> SamplingParams:
+    structure = StructuredOutputsParams(json=schema, whitespace_pattern=" ?")
+    most = longest(schema) + 1  # the end is a token too
+    return SamplingParams(temperature=0.8, seed=seed, max_tokens=most, structured_outputs=structure)
 
 
-def params_of(schema: dict[str, Any] | None, seed: int, max_tokens: int) -> SamplingParams:
-    structure = None
-    if schema is not None:
-        structure = StructuredOutputsParams(json=schema, whitespace_pattern=" ?")
-    return SamplingParams(
-        temperature=0.8,
-        seed=seed,
-        max_tokens=max_tokens,
-        ignore_eos=schema is None,
-        structured_outputs=structure,
-    )
+def free(num_tokens: int, seed: int) -> SamplingParams:
+    return SamplingParams(temperature=0.8, seed=seed, max_tokens=num_tokens, ignore_eos=True)
 
 
-def run(llm: LLM, schemas: list[dict[str, Any] | None], max_tokens: int, fill_s: list[float]):
-    """(texts, seconds of each step that decoded every request)."""
+def run(llm: LLM, params: Sequence[SamplingParams]) -> tuple[list[CompletionOutput], list[float]]:
+    """(answers, seconds of each step that decoded every request)."""
     engine = llm.engine
-    fill = engine._masks.fill
-
-    def timed_fill(scheduled, states, previous, num_rows):
-        if any(state.matcher is not None for state in states.values()) and previous is not None:
-            previous.token_ids()  # the wait for the device is none of the host's work
-        begin = time.perf_counter()
-        masks = fill(scheduled, states, previous, num_rows)
-        if masks is not None and scheduled.num_decode == len(schemas):
-            fill_s.append(time.perf_counter() - begin)
-        return masks
-
-    engine._masks.fill = timed_fill
-    submissions = [
-        engine.prepare(PROMPT, params_of(schema, i, max_tokens)) for i, schema in enumerate(schemas)
-    ]
+    submissions = [engine.prepare(PROMPT, one) for one in params]
     outputs = {s.output.request_id: s.output for s in submissions}
     for submission in submissions:
         engine.add(submission)
     times = []
-    try:
-        while engine.has_unfinished:
-            in_flight = list(engine._in_flight)
-            full = bool(in_flight) and in_flight[-1].scheduled.num_decode == len(schemas)
+    while engine.has_unfinished:
+        launched = engine._in_flight[-1].scheduled if engine._in_flight else None
+        full = launched is not None and launched.num_decode == len(params)
+        begin = time.perf_counter()
+        for delta in engine.step():
+            outputs[delta.request_id].apply(delta)
+        if full and engine.num_running == len(params):
+            times.append((time.perf_counter() - begin) / launched.num_steps)
+    return [s.output.outputs[0] for s in submissions], times
+
+
+class MaskClock:
+    """Times what the host does for the masks of a step, but for its wait for the device."""
+
+    def __init__(self, llm: LLM) -> None:
+        masks = llm.engine._masks
+        fill = masks.fill
+        self.seconds: list[float] = []
+
+        def timed_fill(scheduled, states, previous, num_rows):
+            if previous is not None and any(state.matcher for state in states.values()):
+                previous.token_ids()
             begin = time.perf_counter()
-            for delta in engine.step():
-                outputs[delta.request_id].apply(delta)
-            if full and engine.num_running == len(schemas):
-                times.append(time.perf_counter() - begin)
-    finally:
-        engine._masks.fill = fill
-    return [s.output.outputs[0].text for s in submissions], times
+            filled = fill(scheduled, states, previous, num_rows)
+            if filled is not None:
+                self.seconds.append(time.perf_counter() - begin)
+            return filled
+
+        masks.fill = timed_fill
+
+
+def count_valid(answers: Sequence[CompletionOutput], schemas: Sequence[Schema]) -> int:
+    """How many there are; jsonschema.ValidationError or JSONDecodeError for a wrong one."""
+    checker = jsonschema.FormatChecker()
+    for answer, schema in zip(answers, schemas, strict=True):
+        if answer.finish_reason != "stop":
+            raise RuntimeError(f"an answer was cut off: {answer.text}")
+        jsonschema.validate(json.loads(answer.text), schema, format_checker=checker)
+    return len(answers)
+
+
+def measure(llm: LLM, schemas: list[Schema], num_pairs: int) -> dict[str, Any]:
+    begin = time.perf_counter()
+    grammars = [constrained(schema, i) for i, schema in enumerate(schemas)]
+    for one in grammars:
+        llm.engine.prepare(PROMPT, one)
+    compile_s = time.perf_counter() - begin
+    answers, _ = run(llm, grammars)
+    num_valid = count_valid(answers, schemas)
+    lengths = [len(answer.token_ids) for answer in answers]
+    unconstrained = [free(length, i) for i, length in enumerate(lengths)]
+    steps: dict[str, list[float]] = {"grammars": [], "free": []}
+    clock = MaskClock(llm)
+    for pair in range(num_pairs):
+        for name in sorted(steps, reverse=pair % 2 == 0):
+            answers, times = run(llm, grammars if name == "grammars" else unconstrained)
+            steps[name].append(statistics.median(times))
+            if name == "grammars":
+                num_valid += count_valid(answers, schemas)
+    ratios = [a / b for a, b in zip(steps["grammars"], steps["free"], strict=True)]
+    ratio = statistics.median(ratios)
+    spread = max(max(values) / min(values) for values in (*steps.values(), ratios)) - 1
+    return {
+        "answers_valid": f"{num_valid} of {len(schemas) * (num_pairs + 1)}",
+        "answer_tokens": {"least": min(lengths), "most": max(lengths), "all": sum(lengths)},
+        "compile_ms_per_schema": round(compile_s / len(schemas) * 1e3, 2),
+        "num_steps_timed": len(times),
+        "step_ms": {name: [round(1e3 * s, 3) for s in values] for name, values in steps.items()},
+        "mask_ms_p50": round(1e3 * statistics.median(clock.seconds), 3),
+        "mask_ms_p99": round(1e3 * statistics.quantiles(clock.seconds, n=100)[98], 3),
+        "ratios": [round(value, 3) for value in ratios],
+        "ratio": round(ratio, 3),
+        "spread": round(spread, 3),
+        "flagged": spread > 0.15,
+        "within_limit": ratio <= MAX_RATIO,
+    }
 
 
 def main() -> None:
@@ -107,67 +127,29 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--num-requests", type=int, default=32)
-    parser.add_argument("--max-tokens", type=int, default=450)
-    parser.add_argument("--passes", type=int, default=3)
+    parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--output", type=Path, default=Path("bench/results/structured_output.json"))
     args = parser.parse_args()
-    rng = random.Random(0)
-    schemas = [make_schema(rng, i) for i in range(args.num_requests)]
-    steps: dict[str, list[float]] = {"free": [], "one grammar": [], "all grammars": []}
-    fill_s: list[float] = []
-    num_valid = num_asked = 0
+    maker = SchemaMaker(seed=0)
+    schemas = [maker.make() for _ in range(args.num_requests)]
     with LLM(
         args.model,
         dtype=args.dtype,
         max_model_len=1024,
         max_num_seqs=args.num_requests,
-        max_num_batched_tokens=64,
+        max_num_batched_tokens=2 * args.num_requests,
         kv_cache_memory_bytes=1 << 30,
         enable_prefix_caching=False,
     ) as llm:
-        begin = time.perf_counter()
-        for schema in schemas:
-            llm.engine.prepare(PROMPT, params_of(schema, 0, 1))
-        compile_s = time.perf_counter() - begin
-        cases = {
-            "free": [None] * args.num_requests,
-            "one grammar": [schemas[0]] + [None] * (args.num_requests - 1),
-            "all grammars": schemas,
-        }
-        run(llm, cases["free"], 30, [])
-        for _ in range(args.passes):
-            for name, chosen in cases.items():
-                fills = fill_s if name == "all grammars" else []
-                max_tokens = args.max_tokens if name == "all grammars" else 80
-                texts, times = run(llm, chosen, max_tokens, fills)
-                steps[name].append(statistics.median(times))
-                for text, schema in zip(texts, chosen, strict=True):
-                    if name == "all grammars":
-                        num_asked += 1
-                        jsonschema.validate(json.loads(text), schema)
-                        num_valid += 1
         device = llm.engine._parts.replicated.mesh.devices.flat[0].device_kind
-    free, one, every = (statistics.median(values) for values in steps.values())
-    result = describe(threads=os.cpu_count() or 1) | {
+        measured = measure(llm, schemas, args.pairs)
+    about = {
         "benchmark": "structured_output",
         "model": args.model,
         "device": device,
         "num_requests": args.num_requests,
-        "num_schemas": len(schemas),
-        "outputs_valid": f"{num_valid} of {num_asked}",
-        "compile_ms_per_schema": round(compile_s / len(schemas) * 1e3, 2),
-        "step_ms": {
-            name: [round(seconds * 1e3, 3) for seconds in values] for name, values in steps.items()
-        },
-        "mask_ms_p50": round(statistics.median(fill_s) * 1e3, 3),
-        "mask_ms_p99": round(statistics.quantiles(fill_s, n=100)[98] * 1e3, 3),
-        "ratio_all": round(every / free, 3),
-        "ratio_one": round(one / free, 3),
-        "spread": round(max(max(v) / min(v) for v in steps.values()) - 1, 3),
     }
-    result["flagged"] = result["spread"] > 0.15
-    result["within_limit"] = result["ratio_all"] <= MAX_RATIO
-    write_result(args.output, result)
+    write_result(args.output, describe(threads=os.cpu_count() or 1) | about | measured)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,19 @@
 """How one request is sampled; names and meanings follow vLLM's SamplingParams."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
+from jaxserve import json_schema
+
 MAX_BAD_WORD_TOKENS = 16
 MAX_BAD_WORDS = 64
 MAX_SEED = 2**64 - 1
 MIN_TEMPERATURE = 1e-5
-MAX_GRAMMAR_BYTES = 1 << 17
+MAX_GRAMMAR_BYTES = json_schema.MAX_BYTES
 """Of a schema, regular expression or grammar, and of all choices together."""
-MAX_SCHEMA_DEPTH = 64
 
 
 def _check(condition: bool, name: str, allowed: str, value: object) -> None:
@@ -57,10 +57,10 @@ class StructuredOutputsParams:
     json_object: bool | None = None
     """True: any JSON object."""
     disable_any_whitespace: bool = False
-    """No whitespace in JSON, outside its strings."""
+    """With `json` and `json_object` alone: no whitespace outside strings."""
     whitespace_pattern: str | None = None
-    """The whitespace that JSON may have outside its strings, as a regular expression; None: a
-    space, or a line end and up to 20 spaces."""
+    """With these alone: the whitespace that there may be outside strings, as a regular expression;
+    None: a space, or a line end and up to 20 spaces."""
 
     def __post_init__(self) -> None:
         chosen = [name for name in _CONSTRAINTS if getattr(self, name) not in (None, False)]
@@ -87,6 +87,10 @@ class StructuredOutputsParams:
             _check(value is None or (isinstance(value, str) and value), name, "text", value)
         if self.whitespace_pattern is not None and self.disable_any_whitespace:
             raise ValueError("whitespace_pattern and disable_any_whitespace exclude each other")
+        if self.json is None and not self.json_object:
+            for name in ("whitespace_pattern", "disable_any_whitespace"):
+                if getattr(self, name):
+                    raise ValueError(f"{name} needs json or json_object, not {chosen[0]}")
         num_bytes = sum(len(_utf8(chosen[0], text)) for text in self._texts())
         if num_bytes > MAX_GRAMMAR_BYTES:
             raise ValueError(
@@ -113,33 +117,10 @@ def _utf8(name: str, text: str) -> bytes:
 
 
 def _schema_text(schema: object) -> str:
-    """The schema as compact JSON, members in the order given; ValueError if it is none."""
     try:
-        value = json.loads(schema) if isinstance(schema, str) else schema
-        if isinstance(value, Mapping):
-            _check_depth(value)
-            return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    except RecursionError as error:
-        raise ValueError(
-            f"json must be a JSON Schema of at most {MAX_SCHEMA_DEPTH} levels"
-        ) from error
+        return json_schema.schema_text(schema)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"json must be a JSON Schema: {error}") from error
-    raise ValueError(f"json must be a JSON Schema, which is an object, got {value!r:.80}")
-
-
-def _check_depth(schema: object) -> None:
-    level = [schema]
-    for _ in range(MAX_SCHEMA_DEPTH):
-        level = [
-            child
-            for value in level
-            if isinstance(value, Mapping | list | tuple)
-            for child in (value.values() if isinstance(value, Mapping) else value)
-        ]
-        if not level:
-            return
-    raise RecursionError
+        raise ValueError(f"json must be a JSON Schema that can be used: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -85,7 +85,9 @@ def _second_step_error(matcher: LLMatcher, mask: bytes) -> str:
 
 
 def _one_line(error: str) -> str:
-    text = " ".join(error.replace("<non-verbose/>", "").split())
+    for inner in ("<non-verbose/>", "json-schema:///"):
+        error = error.replace(inner, "")
+    text = " ".join(error.split())
     return text if len(text) <= 400 else f"{text[:250]} ... {text[-150:]}"
 
 

@@ -38,16 +38,18 @@ REFUSED_STRUCTURES = {
     "structured_outputs": ({}, {"regex": "a", "choice": ["b"]}, {"json_object": False}),
     "json": ({"json": "{"}, {"json": "[]"}, {"json": True}, {"json": {"const": math.nan}},
              {"json": {"const": {1}}}, {"json": nested(64)}, {"json": "[" * 10**5},
-             {"json": '{"const": "\\ud800"}'}),
+             {"json": '{"const": "\\ud800"}'}, {"json": "{" + " " * MAX_GRAMMAR_BYTES + "}"}),
     "regex": ({"regex": ""}, {"regex": 5}, {"regex": "a" * (MAX_GRAMMAR_BYTES + 1)},
               {"regex": "\ud800"}),
     "choice": ({"choice": "yes"}, {"choice": []}, {"choice": [""]}, {"choice": [1]},
                {"choice": ["é" * 2**10] * 65}),
     "grammar": ({"grammar": ""}, {"grammar": ["start: A"]}),
     "json_object": ({"json_object": 1},),
-    "disable_any_whitespace": ({"json": {}, "disable_any_whitespace": "yes"},),
+    "disable_any_whitespace": ({"json": {}, "disable_any_whitespace": "yes"},
+                               {"choice": ["a"], "disable_any_whitespace": True}),
     "whitespace_pattern": ({"json": {}, "whitespace_pattern": ""},
-                           {"json": {}, "whitespace_pattern": " ", "disable_any_whitespace": True}),
+                           {"json": {}, "whitespace_pattern": " ", "disable_any_whitespace": True},
+                           {"regex": "a", "whitespace_pattern": " "}),
 }  # fmt: skip
 
 
@@ -82,7 +84,7 @@ def test_greedy(temperature, greedy):
     ("name", "fields"), [(n, f) for n, many in REFUSED_STRUCTURES.items() for f in many]
 )
 def test_refused_structures(name, fields):
-    with pytest.raises(ValueError, match=rf"^{name} (must|and)"):
+    with pytest.raises(ValueError, match=rf"^{name} (must|and|needs)"):
         StructuredOutputsParams(**fields)
 
 

@@ -73,6 +73,7 @@ def check_error(response, status, param=None):
         ({"stream_options": {"include_usage": True}}, None),
         ({"logit_bias": {"a": 1}}, "logit_bias"),
         ({"logit_bias": {"1": 101}}, "logit_bias"),
+        ({"logit_bias": {"1": 1, "01": 2}}, "logit_bias"),
         ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
         ({"bad_words": [""]}, "bad_words"),
         ({"bad_words": "x"}, "bad_words"),

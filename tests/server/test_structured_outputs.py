@@ -99,7 +99,11 @@ def deep(levels):
         ({"response_format": json_schema(None)}, "response_format", "dictionary"),
         ({"response_format": json_schema(deep(64))}, "response_format", "64 levels"),
         ({"response_format": json_schema({"type": "text"})}, None, "JSON schema.*Invalid type"),
-        ({"response_format": json_schema({"uniqueItems": True})}, None, "JSON schema.*uniqueItems"),
+        (
+            {"response_format": json_schema({"items": {"uniqueItems": True}})},
+            "response_format",
+            "its keyword 'uniqueItems' is not supported",
+        ),
         ({"response_format": json_schema({"enum": []})}, None, "JSON schema.*Unsatisfiable"),
         ({"response_format": json_schema({"const": 10**400})}, None, "JSON schema"),
         (
@@ -110,6 +114,11 @@ def deep(levels):
         ({"structured_outputs": {"regex": "(a"}}, None, "regular expression.*unclosed group"),
         ({"structured_outputs": {"regex": "a" * 200_000}}, "structured_outputs", "131072"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "one of"),
+        (
+            {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}},
+            "structured_outputs",
+            "whitespace_pattern needs json or json_object, not regex",
+        ),
         ({"structured_outputs": {"choice": []}}, "structured_outputs", "at least 1"),
         ({"structured_outputs": {"grammar": "start: a"}}, None, "grammar.*unknown name"),
         ({"structured_outputs": {"grammar": "start: start"}}, None, "no text satisfies it"),

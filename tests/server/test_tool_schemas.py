@@ -17,8 +17,11 @@ TREE = {
         "root": {"$ref": "#/$defs/Node"},
         "again": {"$ref": "#"},
         "text": {"const": 'says "$ref":"#"'},
+        "value": {"enum": [{"$ref": "#/nowhere"}], "default": {"$ref": "#"}},
+        "$ref": {"type": "string"},
     },
     "$defs": {"Node": {"properties": {"next": {"$ref": "#/$defs/Node"}}}},
+    "$id": "https://example.org/tree",
 }
 TOOLS = [
     {"type": "function", "function": {"name": "walk", "parameters": TREE}},
@@ -62,7 +65,8 @@ def test_required():
     assert find(schema, walk["properties"]["again"]["$ref"]) is walk
     node = find(schema, walk["properties"]["root"]["$ref"])
     assert find(schema, node["properties"]["next"]["$ref"]) is node
-    assert walk["properties"]["text"] == TREE["properties"]["text"]
+    for name in ("text", "value", "$ref"):
+        assert walk["properties"][name] == TREE["properties"][name]
     assert parameters["Größe"] == {"type": "object", "properties": {}}
     assert parameters["now"] == {"type": "object", "additionalProperties": False}
     assert schema_of("required", parallel_tool_calls=False)["maxItems"] == 1
@@ -115,3 +119,23 @@ def test_names_of_parsers():
         ServerConfig(reasoning_parser="r1")
     with pytest.raises(ValueError, match="enable_auto_tool_choice needs a tool_call_parser"):
         ServerConfig(enable_auto_tool_choice=True)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"$ref": "#"}, "its reference '#' leads to itself"),
+        ({"properties": {"a": {"$ref": "#/$defs/b"}}}, "reference '#/.defs/b' leads to no schema"),
+        ({"properties": {"a": {"fooBar": 1}}}, "its keyword 'fooBar' is not supported"),
+        ({"properties": {"a": json.loads('{"items":' * 99 + "{}" + "}" * 99)}}, "64 levels"),
+    ],
+)
+@pytest.mark.parametrize("choice", ["required", named("f")])
+def test_parameters_that_make_no_grammar(parameters, message, choice):
+    """They are refused in the function's own terms."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": tools}
+    request = ChatCompletionRequest(**body, tool_choice=choice)
+    with pytest.raises(ValueError, match=f"tools make no grammar: function 'f': .*{message}"):
+        request.to_params()
+    assert ChatCompletionRequest(**body, tool_choice="auto").to_params() is not None

@@ -187,6 +187,8 @@ def _token_biases(value: Mapping[str, float]) -> dict[int, float]:
     for key, bias in value.items():
         if not (key.isascii() and key.isdecimal()) or len(key) > 10 or int(key) > MAX_TOKEN_ID:
             raise ValueError(f"logit_bias must have token ids as keys, got {key[:40]!r}")
+        if int(key) in biases:
+            raise ValueError(f"logit_bias has token id {int(key)} more than once")
         biases[int(key)] = bias
     return biases
 
@@ -323,15 +325,15 @@ class ChatCompletionRequest(_ChatBody, _SamplingBody):
     def _calls_constraint(self) -> StructuredOutputsParams | None:
         """What holds the answer to calls, if it must hold some. `response_format` is for content,
         and there is none then."""
-        if self.tool_choice == "required":
-            schema = calls_schema(self.tools, self.max_calls)
-        elif isinstance(self.tool_choice, NamedToolChoice):
-            schema = arguments_schema(find_function(self.tools, self.tool_choice))
-        else:
+        if self.tool_choice in (None, "none", "auto"):
             return None
         if self.structured_outputs is not None and self.structured_outputs.to_params() is not None:
             raise ValueError("structured_outputs and a tool_choice of calls exclude each other")
         try:
+            if isinstance(self.tool_choice, NamedToolChoice):
+                schema = arguments_schema(find_function(self.tools, self.tool_choice))
+            else:
+                schema = calls_schema(self.tools, self.max_calls)
             # Free white space is where small models lose themselves.
             return StructuredOutputsParams(json=schema, whitespace_pattern=" ?")
         except ValueError as error:

@@ -1,13 +1,13 @@
 """The functions that a model may call, and the JSON Schemas that hold it to calling them."""
 
-import re
+import copy
 from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-import msgspec
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from jaxserve.json_schema import check_schema, is_local, subschemas
 from jaxserve.server.protocol.shaping import encode_json
 
 MAX_TOOLS = 512
@@ -82,21 +82,31 @@ def find_function(tools: Sequence[Tool], choice: NamedToolChoice) -> Function:
     raise ValueError(f"no function of tools is named {choice.function.name!r}")
 
 
-def arguments_schema(function: Function) -> str:
-    """The JSON Schema, as text, of a call's arguments."""
+def arguments_schema(function: Function) -> dict[str, Any]:
+    """The JSON Schema of a call's arguments, a copy. ValueError, naming the function, for what it
+    must not hold."""
     if function.parameters is None:
-        return '{"type":"object","additionalProperties":false}'
-    return encode_json({"type": "object", **function.parameters}).decode()
+        return {"type": "object", "additionalProperties": False}
+    schema = copy.deepcopy({"type": "object", **function.parameters})
+    try:
+        check_schema(schema)
+    except ValueError as error:
+        raise ValueError(f"function {function.name!r}: {error}") from error
+    return schema
 
 
-def calls_schema(tools: Sequence[Tool], max_calls: int | None) -> str:
-    """The JSON Schema, as text, of an array of at least one call of these functions."""
+def calls_schema(tools: Sequence[Tool], max_calls: int | None) -> dict[str, Any]:
+    """The JSON Schema of an array of at least one call of these functions. ValueError as above."""
     definitions, calls = {}, []
     for i, function in enumerate(tool.function for tool in tools):
-        # A schema's references to itself now begin where it lies.
         place = f"#/$defs/{i}"
-        schema = re.sub(r'"\$ref":"#', rf'"$ref":"{place}', arguments_schema(function))
-        definitions[str(i)] = msgspec.Raw(schema.encode())
+        schema = arguments_schema(function)
+        # It is no document of its own any more: references to it begin where it lies.
+        schema.pop("$id", None)
+        for part in subschemas(schema):
+            if is_local(reference := part.get("$ref")):
+                part["$ref"] = place + reference.removeprefix("#")
+        definitions[str(i)] = schema
         calls.append(
             {
                 "type": "object",
@@ -108,4 +118,4 @@ def calls_schema(tools: Sequence[Tool], max_calls: int | None) -> str:
     array: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
     if max_calls is not None:
         array["maxItems"] = max_calls
-    return encode_json({**array, "$defs": definitions}).decode()
+    return {**array, "$defs": definitions}

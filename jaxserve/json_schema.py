@@ -1,0 +1,141 @@
+"""JSON Schemas as requests bring them: which are refused before a grammar is made of one."""
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeGuard
+from urllib.parse import unquote
+
+MAX_BYTES = 1 << 17
+MAX_DEPTH = 64
+
+_ENFORCED = frozenset({
+    "$ref", "additionalItems", "additionalProperties", "allOf", "anyOf", "const", "enum",
+    "exclusiveMaximum", "exclusiveMinimum", "format", "items", "maxItems", "maxLength",
+    "maxProperties", "maximum", "minItems", "minLength", "minProperties", "minimum", "multipleOf",
+    "oneOf", "pattern", "patternProperties", "prefixItems", "properties", "required", "type",
+})  # fmt: skip
+"""What llguidance makes grammars of, or refuses itself."""
+_NOTES = frozenset({
+    "$anchor", "$comment", "$defs", "$id", "$schema", "contentEncoding", "contentMediaType",
+    "contentSchema", "default", "definitions", "deprecated", "description", "examples", "id",
+    "readOnly", "title", "writeOnly",
+    # OpenAPI's, which libraries that make schemas write as well.
+    "discriminator", "example", "externalDocs", "xml",
+})  # fmt: skip
+"""What says nothing about which JSON is valid."""
+_LLGUIDANCE_OPTIONS = "x-guidance"
+
+_LISTS_OR_ONE = (
+    "additionalItems", "additionalProperties", "allOf", "anyOf", "items", "oneOf", "prefixItems",
+)  # fmt: skip
+_NAMED = ("$defs", "definitions", "patternProperties", "properties")
+
+
+def schema_text(schema: object) -> str:
+    """The schema, a mapping or its text, as compact JSON, members in the order given.
+
+    ValueError or TypeError, in one line, if it is none, or if part of it would not be enforced.
+    """
+    try:
+        text = schema if isinstance(schema, str) else _dump(schema)
+        if len(text) > MAX_BYTES:
+            raise ValueError(f"it must be of at most {MAX_BYTES} bytes, got {len(text)}")
+        value = json.loads(text, object_pairs_hook=_members)
+    except RecursionError as error:
+        raise ValueError(f"it must be of at most {MAX_DEPTH} levels") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"it must be an object, got {value!r:.80}")
+    check_schema(value)
+    return _dump(value)
+
+
+def check_schema(schema: dict[str, Any]) -> None:
+    """ValueError if it is nested too deeply, for keywords that would be passed over in silence,
+    and for references that lead nowhere."""
+    _check_depth(schema)
+    parts = list(subschemas(schema))
+    for part in parts:
+        for keyword in part:
+            is_note = keyword.startswith("x-") and keyword != _LLGUIDANCE_OPTIONS
+            if not (is_note or keyword in _NOTES or keyword in _ENFORCED):
+                raise ValueError(f"its keyword {keyword!r:.80} is not supported")
+    if any("$id" in part for part in parts[1:]):
+        return  # a schema with a name of its own in another: references count from there
+    known: set[str] = set()
+    for part in parts:
+        _check_reference(schema, part, known)
+
+
+def subschemas(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The schema and every schema in it; what `const`, `enum`, `default` and `examples` hold are
+    values."""
+    yield schema
+    for keyword, value in schema.items():
+        inner: Iterable[object] = ()
+        if keyword in _LISTS_OR_ONE:
+            inner = value if isinstance(value, list) else (value,)
+        elif keyword in _NAMED and isinstance(value, dict):
+            inner = value.values()
+        for child in inner:
+            if isinstance(child, dict):
+                yield from subschemas(child)
+
+
+def is_local(reference: object) -> TypeGuard[str]:
+    """Whether what `$ref` holds is a place in the schema itself."""
+    return isinstance(reference, str) and (reference == "#" or reference.startswith("#/"))
+
+
+def _check_reference(schema: dict[str, Any], part: Any, known: set[str]) -> None:
+    """`known` has those that lead to a schema. llguidance refuses all that lead out of this one."""
+    seen: set[str] = set()
+    while isinstance(part, dict) and is_local(reference := part.get("$ref")):
+        if reference in known:
+            break
+        if reference in seen:
+            raise ValueError(f"its reference {reference!r:.80} leads to itself")
+        seen.add(reference)
+        part = _find(schema, reference)
+        if not isinstance(part, dict | bool):
+            raise ValueError(f"its reference {reference!r:.80} leads to no schema")
+    known |= seen
+
+
+def _find(schema: Any, reference: str) -> Any:
+    """What a JSON pointer leads to; None if to nothing."""
+    for part in unquote(reference).split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(schema, dict):
+            schema = schema.get(key)
+        elif isinstance(schema, list) and key.isdecimal() and int(key) < len(schema):
+            schema = schema[int(key)]
+        else:
+            return None
+    return schema
+
+
+def _dump(schema: object) -> str:
+    return json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def _members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"an object has the key {twice!r:.80} more than once")
+    return members
+
+
+def _check_depth(schema: object) -> None:
+    level = [schema]
+    for _ in range(MAX_DEPTH):
+        level = [
+            child
+            for value in level
+            if isinstance(value, dict | list)
+            for child in (value.values() if isinstance(value, dict) else value)
+        ]
+        if not level:
+            return
+    raise ValueError(f"it must be of at most {MAX_DEPTH} levels")

@@ -1,0 +1,73 @@
+"""JSON Schemas that are refused for what no grammar would hold an answer to."""
+
+import pytest
+
+from jaxserve.sampling_params import StructuredOutputsParams
+
+FINE = {
+    "$schema": "https://json-schema.org/draft/2020-12/schema",
+    "$id": "https://example.org/it",
+    "title": "It",
+    "examples": [{"fooBar": 1}],
+    "x-order": 3,
+    "properties": {
+        "fooBar": {"type": "string", "format": "date", "description": "not", "deprecated": True},
+        "$ref": {"const": {"$ref": "#/nowhere", "%lark": 1}},
+        "not": {"enum": [{"uniqueItems": True}], "default": {"if": 1}},
+        "list": {"items": {"$ref": "#/$defs/a~1b%20c"}, "prefixItems": [True, {"type": "null"}]},
+        "again": {"anyOf": [{"$ref": "#"}, {"type": "null"}], "discriminator": {"mapping": {}}},
+        "kind": {"$ref": "#/properties/list/prefixItems/1"},
+    },
+    "additionalProperties": False,
+    "$defs": {"a/b c": {"$ref": "#/$defs/end"}, "end": {"type": "integer"}},
+}
+
+
+def test_what_is_said_beside_the_rules_is_fine():
+    assert StructuredOutputsParams(json=FINE).json is not None
+
+
+@pytest.mark.parametrize(
+    "keyword", ["fooBar", "%lark", "x-guidance", "not", "if", "uniqueItems", "nullable", "extends"]
+)
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda bad: bad,
+        lambda bad: {"properties": {"a": {"items": bad}}},
+        lambda bad: {"patternProperties": {"^a": {"additionalProperties": bad}}},
+        lambda bad: {"anyOf": [{"type": "null"}, {"allOf": [{"oneOf": [bad]}]}]},
+        lambda bad: {"items": [{}, bad]},
+        lambda bad: {"prefixItems": [bad]},
+        lambda bad: {"$ref": "#/$defs/a", "$defs": {"a": {"type": "array"}, "b": bad}},
+        lambda bad: {"definitions": {"a": bad}},
+    ],
+)
+def test_keywords_that_would_be_passed_over(keyword, place):
+    with pytest.raises(ValueError, match=f"^json must .* its keyword '{keyword}' is not supported"):
+        StructuredOutputsParams(json=place({keyword: {}}))
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"$ref": "#"}, "'#' leads to itself"),
+        (
+            {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#"}}},
+            "'#/.defs/a' leads to itself",
+        ),
+        ({"items": {"$ref": "#/$defs/a"}, "$defs": {"b": {}}}, "'#/.defs/a' leads to no schema"),
+        ({"items": {"$ref": "#/enum/1"}, "enum": [{}]}, "'#/enum/1' leads to no schema"),
+        ('{"type": "object", "properties": {"a": {}, "b": {}, "a": {}}}', "the key 'a' more than"),
+    ],
+)
+def test_what_leads_nowhere(schema, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        StructuredOutputsParams(json=schema)
+    assert "\n" not in str(caught.value)
+
+
+def test_long_chains_of_references_take_no_time():
+    """Were each followed to its end, this would take minutes."""
+    links = {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(3000)}
+    assert StructuredOutputsParams(json={"$defs": {**links, "3000": {}}}).json is not None
