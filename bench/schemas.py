@@ -15,7 +15,7 @@ _MOST_BYTES = 12
 
 
 class SchemaMaker:
-    """Objects of six properties; names, kinds, values and bounds are drawn from a seed."""
+    """Objects of four properties; names, kinds, values and bounds are drawn from a seed."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
@@ -26,8 +26,8 @@ class SchemaMaker:
         ]  # fmt: skip
 
     def make(self) -> Schema:
-        """Of the six properties, one may be left out."""
-        kinds = self._rng.sample(self._kinds, 6)
+        """Of the four properties, one may be left out."""
+        kinds = self._rng.sample(self._kinds, 4)
         schema = self._object([kind() for kind in kinds])
         schema["required"].remove(self._rng.choice(schema["required"]))
         schema["$defs"] = {"size": self._object([self._integer(), self._choice()])}
@@ -73,7 +73,7 @@ class SchemaMaker:
         }  # fmt: skip
 
     def _list(self) -> Schema:
-        few = self._rng.randint(3, 6)
+        few = self._rng.randint(2, 4)
         items = self._rng.choice([self._integer, self._choice, self._coded])()
         return {"type": "array", "items": items, "minItems": few, "maxItems": few + 2}
 

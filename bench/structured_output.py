@@ -91,23 +91,25 @@ def measure(llm: LLM, schemas: list[Schema], num_pairs: int) -> dict[str, Any]:
     for one in grammars:
         llm.engine.prepare(PROMPT, one)
     compile_s = time.perf_counter() - begin
-    answers, _ = run(llm, grammars)
-    num_valid = count_valid(answers, schemas)
-    lengths = [len(answer.token_ids) for answer in answers]
-    unconstrained = [free(length, i) for i, length in enumerate(lengths)]
+    run(llm, [free(16, i) for i in range(len(schemas))])
+    lengths: list[int] = []
+    num_valid = 0
     steps: dict[str, list[float]] = {"grammars": [], "free": []}
     clock = MaskClock(llm)
     for pair in range(num_pairs):
-        for name in sorted(steps, reverse=pair % 2 == 0):
-            answers, times = run(llm, grammars if name == "grammars" else unconstrained)
-            steps[name].append(statistics.median(times))
-            if name == "grammars":
+        for name in ("grammars", "free") if pair % 2 == 0 else ("free", "grammars"):
+            if name == "free":
+                _, times = run(llm, [free(length, i) for i, length in enumerate(lengths)])
+            else:
+                answers, times = run(llm, grammars)
                 num_valid += count_valid(answers, schemas)
+                lengths = [len(answer.token_ids) for answer in answers]
+            steps[name].append(statistics.median(times))
     ratios = [a / b for a, b in zip(steps["grammars"], steps["free"], strict=True)]
     ratio = statistics.median(ratios)
     spread = max(max(values) / min(values) for values in (*steps.values(), ratios)) - 1
     return {
-        "answers_valid": f"{num_valid} of {len(schemas) * (num_pairs + 1)}",
+        "answers_valid": f"{num_valid} of {len(schemas) * num_pairs}",
         "answer_tokens": {"least": min(lengths), "most": max(lengths), "all": sum(lengths)},
         "compile_ms_per_schema": round(compile_s / len(schemas) * 1e3, 2),
         "num_steps_timed": len(times),

@@ -24,10 +24,10 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class RequestErrors(ValueError):
-    """Some requests of a call were refused; the others have finished.
+    """Some requests of a call were refused, or could not go on; the others have finished.
 
     `errors` maps a request's place in the call to what is wrong with it; `outputs` has the others'
-    results in the order asked, None in the refused places.
+    results in the order asked, None in these places.
     """
 
     def __init__(self, errors: Mapping[int, str], outputs: Sequence[RequestOutput | None]) -> None:
@@ -37,7 +37,7 @@ class RequestErrors(ValueError):
             message = self.errors[0]
         else:
             listed = "; ".join(f"request {i}: {text}" for i, text in self.errors.items())
-            message = f"{len(errors)} of {len(outputs)} requests were refused: {listed}"
+            message = f"{len(errors)} of {len(outputs)} requests failed: {listed}"
         super().__init__(message)
 
 
@@ -75,8 +75,9 @@ class LLM:
         """Complete one prompt (text or token ids) or many; outputs come in the order asked.
 
         `sampling_params`: one for all, or one for each prompt. If some requests cannot be served
-        (an empty or too long prompt, an id outside the vocabulary), the others finish first and
-        RequestErrors then says which and why, with their outputs.
+        (an empty or too long prompt, an id outside the vocabulary, a grammar that outgrows its
+        limits), the others finish first and RequestErrors then says which and why, with their
+        outputs.
         """
         return self._generate(
             _as_prompts(prompts), lambda prompt: prompt, sampling_params, priority, use_tqdm
@@ -103,7 +104,13 @@ class LLM:
                 submissions.append(None)
         with self._lock:
             self._run([s for s in submissions if s is not None], use_tqdm)
-        outputs = [None if s is None else s.output for s in submissions]
+        outputs: list[RequestOutput | None] = []
+        for i, submission in enumerate(submissions):
+            answers = [] if submission is None else submission.output.outputs
+            for answer in answers:
+                if answer.finish_reason == "error":
+                    errors[i] = str(answer.stop_reason)
+            outputs.append(None if i in errors else submission.output)
         if errors:
             raise RequestErrors(errors, outputs)
         return [output for output in outputs if output is not None]
@@ -201,7 +208,8 @@ class AsyncLLM:
         """Yields the request's output each time it has grown: one and the same object, so copy
         what must stay as it was. Leaving the loop early aborts the request.
 
-        ValueError: the request cannot be served. EngineDeadError: the engine failed meanwhile.
+        ValueError: the request cannot be served, or its grammar has outgrown its limits.
+        EngineDeadError: the engine failed meanwhile.
         """
         params = sampling_params or SamplingParams()
         submission = await asyncio.to_thread(
@@ -214,7 +222,7 @@ class AsyncLLM:
                     submission.output.apply(delta)
                 yield submission.output
         finally:
-            if not stream.finished and stream.error is None:
+            if not stream.finished:
                 self._engine.leave(submission.output.request_id, stream)
 
     async def chat(

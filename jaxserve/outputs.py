@@ -24,9 +24,10 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     """One mapping of token id to Logprob for each output token, if asked for."""
     finish_reason: str | None = None
-    """"stop", "length" or "abort"; None while it runs."""
+    """"stop", "length", "abort" or "error"; None while it runs."""
     stop_reason: int | str | None = None
-    """The stop string, or the stop token id (unless it was the end-of-sequence id)."""
+    """The stop string, or the stop token id (unless it was the end-of-sequence id); with "error",
+    what went wrong."""
 
     @property
     def finished(self) -> bool:

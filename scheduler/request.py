@@ -5,11 +5,12 @@ from enum import Enum
 
 
 class FinishReason(Enum):
-    """Why a request ended; the values are OpenAI's `finish_reason` words."""
+    """Why a request ended; the values are OpenAI's `finish_reason` words, and vLLM's."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    ERROR = "error"
 
 
 @dataclass(slots=True, eq=False)

@@ -5,15 +5,12 @@ thread of its own.
 """
 
 import gc
-import itertools
 import logging
-import random
 import time
 from collections import deque
 
 import jax
 import numpy as np
-from llguidance import LLMatcher
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.batch_builder import BatchBuilder
@@ -21,16 +18,17 @@ from jaxserve.engine.buckets import pick_bucket
 from jaxserve.engine.grammar_masks import GrammarMasks
 from jaxserve.engine.in_flight import InFlight
 from jaxserve.engine.logprobs import launch_logprobs, tile_size
-from jaxserve.engine.prompts import Prompt, check_prompt, encode_prompt
+from jaxserve.engine.preparer import RequestPreparer
+from jaxserve.engine.prompts import Prompt
 from jaxserve.engine.request_state import RequestState, Submission
 from jaxserve.engine.startup import EngineParts, start
 from jaxserve.engine.stats import EngineStats, StepStats
-from jaxserve.outputs import CompletionOutput, OutputDelta, RequestMetrics, RequestOutput
-from jaxserve.sampling import TokenLogprobs, check_token_ids, needs_slot_state, slot_rows
+from jaxserve.outputs import OutputDelta
+from jaxserve.sampling import TokenLogprobs, needs_slot_state, slot_rows
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.text.detokenizer import IncrementalDetokenizer
 from jaxserve.text.grammar import GrammarCompiler
-from scheduler import FinishReason, Request, Scheduler, SchedulerOutput
+from jaxserve.text.grammar_trial import one_line
+from scheduler import FinishReason, Scheduler, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
@@ -52,16 +50,22 @@ class Engine:
         self._builder = BatchBuilder(
             self._parts.scheduler_config.max_num_seqs, self._parts.max_blocks
         )
-        self._grammars: GrammarCompiler | None = None
+        grammars = None
         if self.tokenizer is not None:
-            self._grammars = GrammarCompiler(self.tokenizer, self.model_config.vocab_size)
+            grammars = GrammarCompiler(self.tokenizer, self.model_config.vocab_size)
+        self._preparer = RequestPreparer(
+            config,
+            self.max_model_len,
+            self.model_config.vocab_size,
+            self._parts.eos_token_ids,
+            self.tokenizer,
+            grammars,
+        )
         self._masks = GrammarMasks(self.model_config.vocab_size, self._parts.eos_token_ids)
         self._states: dict[str, RequestState] = {}
         self._children: dict[str, list[str]] = {}
         self._num_single_step = 0
         self._in_flight: deque[InFlight] = deque()
-        self._seeds = random.Random(config.seed)
-        self._request_numbers = itertools.count()
         self._num_steps = 0
         self._closed = False
         self._steps = StepStats()
@@ -128,101 +132,11 @@ class Engine:
 
         Compiles its grammar, if it has one that is not known yet; others wait for that.
         """
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"sampling_params must be SamplingParams, got {params!r}")
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise ValueError(f"priority must be an integer, got {priority!r}")
-        if not isinstance(request_id, str | None):
-            raise ValueError(f"request_id must be a string, got {request_id!r}")
-        text, ids = encode_prompt(prompt, self.tokenizer)
-        check_prompt(ids, self.model_config.vocab_size, self.max_model_len)
-        ids = [int(i) for i in ids]
-        bad_words = self._check_params(params)
-        # Sequences have names of their own: two requests of one id may follow each other while
-        # a step of the first is still in flight.
-        number = next(self._request_numbers)
-        if request_id is None:
-            request_id = f"request-{number}"
-        room = self.max_model_len - len(ids)
-        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        has_grammar = params.structured_outputs is not None
-        # With a grammar the token masks hold the end back, and let it through when it is all that
-        # is left; it counts then.
-        ignores_eos = params.ignore_eos and not has_grammar
-        eos = frozenset() if ignores_eos else self._parts.eos_token_ids
-        metrics = RequestMetrics(arrival_s=time.monotonic())
-        output = RequestOutput(
-            request_id=request_id,
-            prompt=text,
-            prompt_token_ids=ids,
-            outputs=[CompletionOutput(index) for index in range(params.n)],
-            metrics=metrics,
-        )
-        submission = Submission(output)
-        seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
-        single = [words[0] for words in bad_words if len(words) == 1]
-        has_bias = bool(params.logit_bias or params.allowed_token_ids or single)
-        for index in range(params.n):
-            request = Request(
-                request_id=f"{number}.{index}",
-                prompt_token_ids=ids,
-                max_tokens=max_tokens,
-                stop_token_ids=eos | frozenset(params.stop_token_ids),
-                min_tokens=0 if has_grammar else params.min_tokens,
-                priority=priority,
-                use_prefix_cache=params.prompt_logprobs is None,
-            )
-            detokenizer = None
-            if self.tokenizer is not None:
-                detokenizer = IncrementalDetokenizer(self.tokenizer, ids, params)
-            state = RequestState(
-                request=request,
-                parent_id=request_id,
-                index=index,
-                params=params,
-                seed=(seed + index) % 2**64,
-                has_bias=has_bias,
-                bad_word_token_ids=bad_words,
-                metrics=metrics,
-                tokenizer=self.tokenizer,
-                detokenizer=detokenizer,
-                eos_token_ids=eos,
-                matcher=self._matcher(params),
-            )
-            submission.states.append(state)
-        return submission
-
-    def _check_params(self, params: SamplingParams) -> list[list[int]]:
-        """Check what depends on the model; returns the token sequences of `bad_words`."""
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(params, name)
-            if value is not None and value > self.config.max_logprobs:
-                raise ValueError(
-                    f"{name} must be at most max_logprobs={self.config.max_logprobs}, got {value}"
-                )
-        if self.tokenizer is None:
-            for name in ("stop", "bad_words"):
-                if getattr(params, name):
-                    raise ValueError(f"{name} needs a tokenizer, and this engine has none")
-            words = []
-        else:
-            words = [
-                ids for word in params.bad_words for ids in self.tokenizer.encode_bad_word(word)
-            ]
-        check_token_ids(params, words, self.model_config.vocab_size)
-        return words
-
-    def _matcher(self, params: SamplingParams) -> LLMatcher | None:
-        if params.structured_outputs is None:
-            return None
-        if self._grammars is None:
-            raise ValueError("structured_outputs needs a tokenizer, and this engine has none")
-        return self._grammars.matcher(params.structured_outputs)
+        return self._preparer.prepare(prompt, params, request_id, priority)
 
     def must_compile(self, params: SamplingParams) -> bool:
         """Whether `prepare` has to compile a grammar first."""
-        structure = params.structured_outputs
-        return not (structure is None or self._grammars is None or self._grammars.has(structure))
+        return self._preparer.must_compile(params)
 
     def add(self, submission: Submission) -> None:
         """Queue a prepared request. ValueError, and nothing queued, if its id is in use."""
@@ -239,12 +153,14 @@ class Engine:
         """End a request now; its blocks are free at once. Nothing happens if it is unknown."""
         deltas = []
         for child_id in list(self._children.get(request_id, ())):
-            deltas.append(self._abort(child_id))
+            deltas.append(self._drop(child_id, FinishReason.ABORT))
         return deltas
 
-    def _abort(self, child_id: str) -> OutputDelta:
-        self._scheduler.abort(child_id)
-        delta = self._states[child_id].aborted()
+    def _drop(
+        self, child_id: str, reason: FinishReason, stop_reason: str | None = None
+    ) -> OutputDelta:
+        self._scheduler.finish(child_id, reason)
+        delta = self._states[child_id].dropped(reason, stop_reason)
         self._forget(child_id)
         return delta
 
@@ -356,8 +272,10 @@ class Engine:
         for event in self._scheduler.update(scheduled, token_ids):
             state = self._states[event.request_id]
             if state.matcher is not None and state.matcher.is_error():
-                logger.warning("a request's grammar failed: %s", state.matcher.get_error())
-                deltas.append(self._abort(event.request_id))
+                reason = f"the grammar failed: {one_line(state.matcher.get_error())}"
+                self._preparer.forget_grammar(state.params)
+                logger.warning("request %s: %s", state.parent_id, reason)
+                deltas.append(self._drop(event.request_id, FinishReason.ERROR, reason))
                 continue
             logprobs = None
             if state.params.logprobs is not None:
@@ -397,7 +315,6 @@ class Engine:
         self._states.clear()
         self._children.clear()
         self._in_flight.clear()
-        if self._grammars is not None:
-            self._grammars.close()
+        self._preparer.close()
         self._parts.free()
         gc.unfreeze()

@@ -83,15 +83,16 @@ class RequestState:
             num_cached_tokens=self.request.num_cached_tokens,
         )
 
-    def aborted(self) -> OutputDelta:
-        """The last word of a request that was aborted; text held back so far is flushed."""
+    def dropped(self, reason: FinishReason, stop_reason: str | None) -> OutputDelta:
+        """The last word of a request that ends early; text held back so far is flushed."""
         self.metrics.finished_s = time.monotonic()
         text = "" if self.detokenizer is None else self.detokenizer.push([], finished=True)
         return OutputDelta(
             request_id=self.parent_id,
             index=self.index,
             text=text,
-            finish_reason=FinishReason.ABORT.value,
+            finish_reason=reason.value,
+            stop_reason=stop_reason,
             metrics=self.metrics,
             num_cached_tokens=self.request.num_cached_tokens,
         )

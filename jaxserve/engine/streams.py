@@ -50,17 +50,17 @@ class RequestStream:
     async def __aiter__(self) -> AsyncIterator[list[OutputDelta]]:
         """Yields what has come since the last time, until all sequences are finished.
 
-        Raises what ended the stream early: ValueError or QueueFullError if a request was refused,
-        or EngineDeadError.
+        Then raises what ended the stream early: ValueError or QueueFullError if a request was
+        refused, ValueError if one of its sequences ended with "error", or EngineDeadError.
         """
         while not self.finished or self._deltas:
             await self._changed.wait()
             self._changed.clear()
-            if self.error is not None:
-                raise self.error
             if self._deltas:
                 deltas, self._deltas = self._deltas, []
                 yield deltas
+            if self.error is not None and not self._deltas:
+                raise self.error
 
     # For the engine's side of the event loop.
 
@@ -76,6 +76,9 @@ class RequestStream:
             self._changed.set()
 
     def push(self, delta: OutputDelta) -> None:
+        if delta.finish_reason == "error":
+            self.fail(ValueError(delta.stop_reason))
+            return
         self._deltas.append(delta)
         if delta.finish_reason is not None:
             self._num_open -= 1

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from jaxserve.engine.group import EngineGroup
 from jaxserve.engine.messages import EngineInfo
-from jaxserve.engine.streams import EngineDeadError, QueueFullError, RequestStream
+from jaxserve.engine.streams import RequestStream
 from jaxserve.outputs import OutputDelta
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.config import ServerConfig
@@ -219,7 +219,9 @@ class Service:
                 clock.observe(deltas)
                 if data := shaper.chunks(deltas):
                     yield data
-        except (EngineDeadError, QueueFullError) as error:
+        except (RuntimeError, ValueError) as error:
+            if error is not stream.error:
+                raise
             yield event(from_engine(error).body) + DONE
         else:
             yield shaper.end()

@@ -56,6 +56,11 @@ class GrammarCompiler:
         with self._cache_lock:
             return params in self._cache
 
+    def forget(self, params: StructuredOutputsParams) -> None:
+        """Compile it anew next time: matchers share what they have learned, and one has failed."""
+        with self._cache_lock:
+            self._cache.pop(params, None)
+
     def close(self) -> None:
         """End the trial process. Closing twice is fine."""
         with self._compiling:
@@ -169,6 +174,11 @@ class _Trial:
             raise ValueError("it is too large or nested too deeply") from None
         if error:
             raise ValueError(error)
+
+    def forget(self, params: StructuredOutputsParams) -> None:
+        """Compile it anew next time: matchers share what they have learned, and one has failed."""
+        with self._cache_lock:
+            self._cache.pop(params, None)
 
     def close(self) -> None:
         if self._process is not None:

@@ -10,6 +10,7 @@ import resource
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 TIME_LIMIT = signal.SIGPROF
 """What ends the process when a grammar takes too long."""
+MAX_MASK_CPU_S = 0.02
+"""Of the second mask; much that later ones need is made for the first."""
 _MEMORY_BYTES = 4 << 30
 _STACK_BYTES = 1 << 20
 """Less than any thread's, so that what fits here fits anywhere."""
@@ -69,22 +72,27 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     if not error:
         error = _second_step_error(matcher.deep_copy(), mask)
     if error:
-        raise ValueError(_one_line(error))
+        raise ValueError(one_line(error))
     return matcher
 
 
 def _second_step_error(matcher: LLMatcher, mask: bytes) -> str:
-    """Limits of the parser show when a first token is taken."""
+    """Limits of the parser show when a first token is taken; and while masks are computed, every
+    request waits."""
     byte = next(i for i, bits in enumerate(mask) if bits)
     matcher.consume_token(8 * byte + (mask[byte] & -mask[byte]).bit_length() - 1)
     if not matcher.is_error():
         if matcher.is_stopped():
             return ""
+        begin = time.thread_time()
         matcher.compute_bitmask()
+        if time.thread_time() - begin > MAX_MASK_CPU_S:
+            return f"it takes over {MAX_MASK_CPU_S:g} s a token to follow"
     return matcher.get_error()
 
 
-def _one_line(error: str) -> str:
+def one_line(error: str) -> str:
+    """llguidance's words, without its own names of things."""
     for inner in ("<non-verbose/>", "json-schema:///"):
         error = error.replace(inner, "")
     text = " ".join(error.split())

@@ -6,7 +6,6 @@ is FAIL_TOKEN alone makes the step raise. Where the grammar forbids the prompt's
 it can, and goes on at random where it cannot.
 """
 
-import itertools
 import random
 import time
 from collections import deque
@@ -19,6 +18,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.grammar_masks import GrammarMasks
 from jaxserve.engine.in_flight import InFlight
 from jaxserve.engine.logprobs import launch_logprobs
+from jaxserve.engine.preparer import RequestPreparer
 from jaxserve.engine.stats import StepStats
 from jaxserve.engine.step import StepOutput
 from jaxserve.sampling import TokenLogprobs
@@ -53,20 +53,22 @@ class FakeEngine(Engine):
             enable_prefix_caching=config.enable_prefix_caching,
             policy=config.scheduling_policy,
         )
-        self._parts = SimpleNamespace(eos_token_ids=self.tokenizer.eos_token_ids, free=lambda: None)
+        self._parts = SimpleNamespace(free=lambda: None)
         self._num_single_step = 0
         vocab_size = self.tokenizer.vocab_size
-        self._grammars = GrammarCompiler(self.tokenizer, vocab_size, compile_cpu_s=0.5)
-        self._masks = GrammarMasks(vocab_size, self.tokenizer.eos_token_ids)
+        grammars = GrammarCompiler(self.tokenizer, vocab_size, compile_cpu_s=0.5)
+        eos_token_ids = self.tokenizer.eos_token_ids
+        self._preparer = RequestPreparer(
+            config, self.max_model_len, vocab_size, eos_token_ids, self.tokenizer, grammars
+        )
+        self._masks = GrammarMasks(vocab_size, eos_token_ids)
         ends = [id_ for text in ('"', "}", "]") for id_ in self.tokenizer.encode(text, False)]
-        self._ends = [*self.tokenizer.eos_token_ids, *ends]
+        self._ends = [*eos_token_ids, *ends]
         self._rng = random.Random(0)
         self._scheduler = Scheduler(self.scheduler_config)
         self._states = {}
         self._children = {}
         self._in_flight = deque()
-        self._seeds = random.Random(config.seed)
-        self._request_numbers = itertools.count()
         self._num_steps = 0
         self._steps = StepStats()
         self._resolved_s = 0.0
@@ -102,7 +104,7 @@ class FakeEngine(Engine):
         for token in (wanted, *self._ends):
             if token in allowed:
                 return token
-        return self._rng.choice(allowed)
+        return self._rng.choice(allowed or [wanted])  # a grammar that has failed allows nothing
 
     def _score(self, params, hidden, sampled, queries) -> TokenLogprobs:
         tokens = np.asarray(queries)[:, 1]

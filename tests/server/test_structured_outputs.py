@@ -161,3 +161,25 @@ def test_slow_grammars_hold_nobody_up(fake):
     assert chat_text(fake, structured_outputs={"choice": ["new"]}) == "new"
     assert fake.http.get("/load").json()["server_load"] == 0
     assert fake.http.get("/health").status_code == 200
+
+
+def test_a_grammar_that_outgrows_its_limits(fake):
+    """Only following it shows that it does: an error, be something streamed by then or not."""
+    tokens = fake.post("/tokenize", prompt="a", add_special_tokens=False).json()["tokens"]
+    body = {"prompt": tokens, "max_tokens": 400, "n": 2}
+    body["structured_outputs"] = {"regex": "(.{0,1000}a){0,1000}b"}
+    response = fake.post("/v1/completions", **body)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["message"].startswith("the grammar failed: ")
+    assert "\n" not in error["message"]
+    lines = fake.post("/v1/completions", **body, stream=True).text.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    events = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    assert events.pop() == {"error": error}
+    choices = [choice for event in events for choice in event["choices"]]
+    assert len("".join(choice["text"] for choice in choices)) > 100
+    assert {choice["finish_reason"] for choice in choices} == {None}
+    assert chat_text(fake) == "hello"
+    while fake.metric("num_requests_running", engine="0"):
+        time.sleep(0.01)

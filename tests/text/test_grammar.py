@@ -124,6 +124,7 @@ NESTED_RULES = "start: r0\n" + "".join(f"r{i}: /a/ r{i + 1} | r{i + 1}\n" for i 
         ({"grammar": "start: start"}, "the grammar cannot be used: no text satisfies it"),
         ({"grammar": 'root ::= "a"'}, "the grammar cannot be used: .*Expected"),
         ({"regex": "a{1000000}"}, "the regular expression cannot be used"),
+        ({"regex": "a{200000}"}, "it takes over 0.02 s a token to follow"),
         ({"grammar": NESTED_RULES + "r5000: /b/"}, "it is too large or nested too deeply"),
         (
             {"json": {"type": "string", "allOf": [{"pattern": f"a.*b{i}"} for i in range(99)]}},

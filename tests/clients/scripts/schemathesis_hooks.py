@@ -129,8 +129,11 @@ def grammars(body: dict[str, Any]) -> None:
         kinds = [name for name in names if structured.get(name) not in (None, False)]
         for name in kinds[1:]:
             structured[name] = None
-        if not kinds and structured.get("disable_any_whitespace") is True:
-            structured["json_object"] = True
+        if structured.get("disable_any_whitespace") is True:
+            if not kinds:
+                structured["json_object"] = True
+            elif kinds[0] not in ("json", "json_object"):
+                structured["disable_any_whitespace"] = False
     if response_format:
         schema = response_format.get("json_schema")
         if isinstance(schema, dict) and isinstance(schema.get("schema"), dict):
