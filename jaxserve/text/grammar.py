@@ -16,6 +16,8 @@ from jaxserve.text.grammar_trial import Vocabulary, compile_grammar, make_tokeni
 from jaxserve.text.tokenizer import Tokenizer
 
 COMPILE_CPU_S = 3.0
+COMPILE_WALL_S = 30.0
+"""For a trial that computes nothing, or gets nothing to compute with."""
 MAX_CACHED_GRAMMARS = 64
 WHITESPACE_PATTERN = r" ?|\n {0,20}"
 """What indented JSON needs. Were there no bound, small models would write line ends without end."""
@@ -154,42 +156,50 @@ class _Trial:
 
     def check(self, grammar: str) -> None:
         """ValueError if the grammar cannot be compiled within the limits."""
+        request = pickle.dumps(grammar)
         if self._process is None:
-            # By path: the script needs llguidance alone, and is ready in a tenth of a second.
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", grammar_trial.__file__],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-            )
-            self._process.stdin.write(self._first)
+            self._process = self._start()
+            request = self._first + request
+        process = self._process
+        is_late = threading.Event()
+
+        def give_up() -> None:
+            is_late.set()
+            process.kill()
+
+        alarm = threading.Timer(COMPILE_WALL_S, give_up)
+        alarm.start()
         try:
-            pickle.dump(grammar, self._process.stdin)
-            self._process.stdin.flush()
-            error = pickle.load(self._process.stdout)
-        except (EOFError, BrokenPipeError):
-            process, self._process = self._process, None
-            if _end(process) == -grammar_trial.TIME_LIMIT:
-                raise ValueError(f"it takes over {self._seconds:g} s to compile") from None
+            process.stdin.write(request)
+            process.stdin.flush()
+            error = pickle.load(process.stdout)
+        except (EOFError, BrokenPipeError, pickle.UnpicklingError):
+            self.close()
+            seconds = COMPILE_WALL_S if is_late.is_set() else self._seconds
+            if is_late.is_set() or process.returncode == -grammar_trial.TIME_LIMIT:
+                raise ValueError(f"it takes over {seconds:g} s to compile") from None
             raise ValueError("it is too large or nested too deeply") from None
+        finally:
+            alarm.cancel()
         if error:
             raise ValueError(error)
 
-    def forget(self, params: StructuredOutputsParams) -> None:
-        """Compile it anew next time: matchers share what they have learned, and one has failed."""
-        with self._cache_lock:
-            self._cache.pop(params, None)
+    @staticmethod
+    def _start() -> subprocess.Popen[bytes]:
+        # By path: the script needs llguidance alone, and is ready in a tenth of a second.
+        return subprocess.Popen(
+            [sys.executable, "-P", grammar_trial.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
 
     def close(self) -> None:
-        if self._process is not None:
-            _end(self._process)
-            self._process = None
-
-
-def _end(process: subprocess.Popen[bytes]) -> int:
-    try:
-        process.communicate(timeout=5)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-    return process.returncode
+        process, self._process = self._process, None
+        if process is None:
+            return
+        try:
+            process.communicate(timeout=5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()

@@ -174,3 +174,18 @@ def test_a_model_without_an_end(byte_level, monkeypatch):
     monkeypatch.setattr(byte_level, "eos_token_ids", frozenset())
     with pytest.raises(ValueError, match="needs an end-of-sequence token"):
         GrammarCompiler(byte_level, 400).matcher(StructuredOutputsParams(regex="a"))
+
+
+def test_a_trial_that_never_answers(byte_level, monkeypatch, tmp_path):
+    """It is ended, and the next grammar gets another."""
+    hanging = tmp_path / "hanging.py"
+    hanging.write_text("import time\ntime.sleep(100)\n")
+    compiler = GrammarCompiler(byte_level, byte_level.vocab_size)
+    params = StructuredOutputsParams(regex="a")
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "COMPILE_WALL_S", 0.5)
+        patch.setattr(module.grammar_trial, "__file__", str(hanging))
+        with pytest.raises(ValueError, match=r"it takes over 0\.5 s to compile"):
+            compiler.matcher(params)
+    assert compiler.matcher(params) is not None
+    compiler.close()
