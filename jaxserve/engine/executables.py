@@ -5,7 +5,9 @@ import logging
 import os
 import pickle
 import tempfile
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -13,6 +15,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 import pallas_kernels
@@ -20,6 +23,8 @@ import sharding
 
 logger = logging.getLogger(__name__)
 
+MAX_BYTES = 4 << 30
+"""Of all that the folder holds."""
 _PACKAGES = ("jax", "jaxlib", "flax", "jax-triton", "triton")
 
 
@@ -52,16 +57,20 @@ class ExecutableCache:
         digest = hashlib.sha256(repr((name, self._key)).encode()).hexdigest()
         path = self._folder / f"{digest}.pickle"
         try:
-            return serialize_executable.deserialize_and_load(
+            program = serialize_executable.deserialize_and_load(
                 *pickle.loads(path.read_bytes()), execution_devices=self._devices
             )
+            path.touch()  # used last
+            return program
         except FileNotFoundError:
             pass
         except Exception as error:
             logger.warning("compiling anew what %s holds: %s", path, error)
-        program = compile_program()
+        with _jax_cache_off:
+            program = compile_program()
         try:
             self._write(path, pickle.dumps(serialize_executable.serialize(program)))
+            self._prune()
         except Exception as error:
             logger.warning("the next start compiles anew what could not be kept: %s", error)
         return program
@@ -70,8 +79,58 @@ class ExecutableCache:
         """Whole or not at all, since several processes may start at once."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(data)
-        os.replace(file.name, path)
+            try:
+                file.write(data)
+                file.flush()
+                os.replace(file.name, path)
+            except BaseException:
+                Path(file.name).unlink()
+                raise
+
+    def _prune(self) -> None:
+        """Remove what was used longest ago, down to MAX_BYTES. Other processes may do the same."""
+        found = []
+        for path in self._folder.iterdir():
+            with suppress(FileNotFoundError):
+                status = path.stat()
+                found.append((status.st_mtime_ns, status.st_size, path))
+        num_bytes = sum(size for _, size, _ in found)
+        for _, size, path in sorted(found):
+            if num_bytes <= MAX_BYTES:
+                return
+            path.unlink(missing_ok=True)
+            num_bytes -= size
+
+
+class _JaxCacheOff:
+    """While any thread is inside, JAX's own cache gives nothing and keeps nothing: what it gives
+    does not run once it was serialised and loaded again (seen on the CPU), and what is kept here
+    it need not keep as well."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_inside = 0
+        self._was_enabled = True
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._num_inside == 0:
+                self._was_enabled = jax.config.jax_enable_compilation_cache
+                self._set(False)
+            self._num_inside += 1
+
+    def __exit__(self, *exc_info: object) -> None:
+        with self._lock:
+            self._num_inside -= 1
+            if self._num_inside == 0:
+                self._set(self._was_enabled)
+
+    def _set(self, enabled: bool) -> None:
+        jax.config.update("jax_enable_compilation_cache", enabled)
+        compilation_cache.reset_cache()  # it looks at its settings once
+
+
+_jax_cache_off = _JaxCacheOff()
 
 
 def _versions() -> list[tuple[str, str]]:

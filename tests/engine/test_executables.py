@@ -1,12 +1,16 @@
 """Executables on disk: found again, told apart, and made anew where the file is no good."""
 
 import random
+import subprocess
+import sys
+import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.engine import executables
 from jaxserve.engine.executables import ExecutableCache
 from sharding import make_mesh
 
@@ -57,3 +61,73 @@ def test_no_folder_keeps_nothing(compile_double):
     cache = ExecutableCache(None, make_mesh(1))
     assert all(doubles(cache.load_or_compile(compile_double, "step")) for _ in range(2))
     assert compile_double.count == 2
+
+
+def test_a_failed_write_leaves_nothing(tmp_path, compile_double, monkeypatch, caplog):
+    def fail(source, target):
+        raise OSError("no room")
+
+    monkeypatch.setattr("os.replace", fail)
+    cache = ExecutableCache(tmp_path, make_mesh(1))
+    assert doubles(cache.load_or_compile(compile_double, "step"))
+    assert "could not be kept: no room" in caplog.text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_used_longest_ago_goes_first(tmp_path, compile_double, monkeypatch):
+    cache = ExecutableCache(tmp_path, make_mesh(1))
+
+    def use(name):
+        before = compile_double.count
+        assert doubles(cache.load_or_compile(compile_double, name))
+        time.sleep(0.02)  # file systems tell times apart from there on
+        return compile_double.count > before
+
+    assert [use(name) for name in "abc"] == [True] * 3
+    sizes = [path.stat().st_size for path in tmp_path.iterdir()]
+    monkeypatch.setattr(executables, "MAX_BYTES", sum(sizes) + max(sizes) // 2)
+    assert [use(name) for name in "ad"] == [False, True]
+    assert len(list(tmp_path.iterdir())) == 3
+    assert [use(name) for name in "acdb"] == [False, False, False, True]
+
+
+FROM_BOTH_CACHES = """
+import sys
+from pathlib import Path
+import jax, jax.numpy as jnp, numpy as np
+from jaxserve.engine.executables import ExecutableCache
+from sharding import make_mesh
+
+folder = Path(sys.argv[1])
+jax.config.update("jax_compilation_cache_dir", str(folder))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+hits = []
+jax.monitoring.register_event_listener(
+    lambda event, **kwargs: hits.append(event) if event.endswith("cache_hits") else None
+)
+x = jnp.arange(4.0)
+
+def compile_program():
+    return jax.jit(lambda x: jnp.sort(jnp.cumsum(x) * 3)[::-1]).lower(x).compile()
+
+compile_program()
+jax.clear_caches()
+compile_program()
+assert len(hits) == 1, hits  # JAX's own cache is on, and has it
+for _ in range(3):  # compiled, then loaded twice
+    jax.clear_caches()
+    program = ExecutableCache(folder / "executables", make_mesh(1)).load_or_compile(
+        compile_program, "it"
+    )
+    assert np.asarray(program(x)).tolist() == [18, 9, 3, 0]
+assert len(hits) == 1, hits
+jax.clear_caches()
+compile_program()
+assert len(hits) == 2, hits  # and is on again
+"""
+
+
+def test_nothing_is_kept_that_came_from_jax_s_own_cache(tmp_path):
+    command = [sys.executable, "-c", FROM_BOTH_CACHES, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
