@@ -2,7 +2,7 @@
 
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +16,22 @@ if TYPE_CHECKING:
 
     from jaxserve.engine.startup import EngineParts
 
+GREEDY = {"temperature": 0}
+SAMPLED = {
+    "temperature": 1.0, "top_p": 0.9, "top_k": 50,
+    "presence_penalty": 0.1, "frequency_penalty": 0.1, "repetition_penalty": 1.1,
+}  # fmt: skip
+"""Everything that sampling can be asked to do."""
+
 
 class JaxserveEngine:
-    """An `LLM` that takes token ids. `fields` are EngineConfig's."""
+    """An `LLM` that takes token ids. `fields` are EngineConfig's, `sampling` SamplingParams'."""
 
     name = "jaxserve"
     version = __version__
 
-    def __init__(self, **fields: Any) -> None:
+    def __init__(self, sampling: Mapping[str, Any] = GREEDY, **fields: Any) -> None:
+        self._sampling = sampling
         begin = time.perf_counter()
         self._llm = jaxserve.LLM(**fields)
         self.ready_s = round(time.perf_counter() - begin, 2)
@@ -46,8 +54,10 @@ class JaxserveEngine:
 
     def generate(self, requests: Sequence[TokenRequest]) -> list[int]:
         params = [
-            jaxserve.SamplingParams(temperature=0, ignore_eos=True, max_tokens=request.output_len)
-            for request in requests
+            jaxserve.SamplingParams(
+                ignore_eos=True, max_tokens=request.output_len, seed=seed, **self._sampling
+            )
+            for seed, request in enumerate(requests)
         ]
         prompts = [request.prompt_token_ids for request in requests]
         outputs = self._llm.generate(prompts, params, use_tqdm=False)

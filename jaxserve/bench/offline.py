@@ -38,7 +38,8 @@ class OfflineEngine(Protocol):
     """What it was told, for the record."""
 
     def generate(self, requests: Sequence[TokenRequest]) -> list[int]:
-        """Run them all, greedily and past any end token; how many tokens each has got."""
+        """Run them all, past any end token, greedily unless it was told otherwise; how many tokens
+        each has got."""
 
     def profile(self, requests: Sequence[TokenRequest]) -> KernelStats | None:
         """As `generate`, under a profiler; None where the engine or machine has none."""

@@ -34,6 +34,10 @@ def add_arguments(commands: Callable[[str, Any, str], argparse.ArgumentParser]) 
     latency.add_argument(
         "--profile", action="store_true", help="count a step's kernels too, on a GPU"
     )
+    latency.add_argument(
+        "--sampled", action="store_true",
+        help="sample every request, with cuts and penalties; default: greedily",
+    )  # fmt: skip
     throughput = commands("throughput", _throughput, "time many requests at once")
     throughput.add_argument("--workload", metavar="NAME", default="512x512", help=_WORKLOADS)
     throughput.add_argument(
@@ -92,7 +96,7 @@ def _latency(args: argparse.Namespace) -> int:
         "max_model_len": args.input_len + args.output_len,
         "max_num_seqs": max(args.batch_sizes),
     }
-    with _engine(args, need) as (engine, record):
+    with _engine(args, need, args.sampled) as (engine, record):
         from jaxserve.bench.offline import run_decode
 
         result = run_decode(
@@ -105,7 +109,7 @@ def _latency(args: argparse.Namespace) -> int:
             args.warm_up_s,
             profile=args.profile,
         )
-        _finish(args, record(workload="decode", **result))
+        _finish(args, record(workload="decode", sampled=args.sampled, **result))
     return 0
 
 
@@ -157,13 +161,15 @@ def _fields(args: argparse.Namespace, need: dict[str, Any]) -> Iterator[dict[str
 
 
 @contextmanager
-def _engine(args: argparse.Namespace, need: dict[str, Any]) -> Iterator[tuple[Any, Callable]]:
+def _engine(
+    args: argparse.Namespace, need: dict[str, Any], sampled: bool = False
+) -> Iterator[tuple[Any, Callable]]:
     """The engine, and what makes a record of it."""
-    from jaxserve.bench.engine import JaxserveEngine
+    from jaxserve.bench.engine import GREEDY, SAMPLED, JaxserveEngine
     from jaxserve.bench.records import make_record
 
     with _fields(args, need) as fields:
-        engine = JaxserveEngine(**fields)
+        engine = JaxserveEngine(SAMPLED if sampled else GREEDY, **fields)
         try:
             yield (
                 engine,

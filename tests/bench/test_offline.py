@@ -242,6 +242,50 @@ def test_throughput_of_a_real_engine(cli, tmp_path):
     assert [r.output_len for r in load_requests(requests)] == [8, 8, 8]
 
 
+@pytest.mark.parametrize("flags", [(), ("--sampled",)])
+def test_latency_greedy_and_sampled(cli, monkeypatch, flags):
+    asked = []
+
+    class FakeLLM:
+        """Answers at once."""
+
+        def __init__(self, **fields):
+            config = SimpleNamespace(tensor_parallel_size=1)
+            scheduler = SimpleNamespace(max_num_seqs=2, max_num_batched_tokens=2, num_blocks=9)
+            model = SimpleNamespace(vocab_size=50)
+            self.engine = SimpleNamespace(
+                dtype="float32",
+                config=config,
+                startup_s={},
+                scheduler_config=scheduler,
+                model_config=model,
+            )
+
+        def generate(self, prompts, params, use_tqdm):
+            asked.extend(params)
+            answers = [SimpleNamespace(token_ids=[1] * one.max_tokens) for one in params]
+            return [SimpleNamespace(outputs=[answer]) for answer in answers]
+
+        def stats(self):
+            host_gap_s = SimpleNamespace(total=0.0)
+            return SimpleNamespace(steps=SimpleNamespace(host_gap_s=host_gap_s))
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr("jaxserve.LLM", FakeLLM, raising=False)
+    code, out, _ = cli("bench", "latency", "--shape", "tiny", "--batch-sizes", 2, "--input-len", 3,
+                       "--output-len", 8, "--warm-up-s", 0, *flags)  # fmt: skip
+    assert code == 0
+    assert json.loads(out)["sampled"] is bool(flags)
+    assert {one.ignore_eos for one in asked} == {True}
+    for one in asked:
+        cut = (one.temperature, one.top_p, one.top_k)
+        penalties = (one.presence_penalty, one.frequency_penalty, one.repetition_penalty)
+        assert cut == ((1.0, 0.9, 50) if flags else (0, 1.0, 0))
+        assert penalties == ((0.1, 0.1, 1.1) if flags else (0, 0, 1))
+
+
 def test_cold_and_warm_starts(cli, monkeypatch):
     monkeypatch.setattr("jaxserve.bench.startup._NUM_STARTS", 1)
     code, out, _ = cli("bench", "startup", *SMALL_ENGINE[:4], "--max-num-batched-tokens", 1,
