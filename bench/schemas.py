@@ -8,6 +8,7 @@ from typing import Any
 
 Schema = dict[str, Any]
 
+LENGTHS = range(150, 260)
 _FORMATS = {"uuid": 36, "ipv4": 15}
 """Characters of a string of each format, at most."""
 _MOST_BYTES = 12
@@ -26,7 +27,13 @@ class SchemaMaker:
         ]  # fmt: skip
 
     def make(self) -> Schema:
-        """Of the four properties, one may be left out."""
+        """Its longest JSON has LENGTHS bytes, so that answers are somewhat alike. Of the four
+        properties, one may be left out."""
+        while longest(schema := self._any()) not in LENGTHS:
+            pass
+        return schema
+
+    def _any(self) -> Schema:
         kinds = self._rng.sample(self._kinds, 4)
         schema = self._object([kind() for kind in kinds])
         schema["required"].remove(self._rng.choice(schema["required"]))

@@ -1,6 +1,6 @@
 """Step time of 32 requests with 32 different JSON schemas, against 32 without.
 
-    python bench/structured_output.py --output bench/results/structured_output.json
+    PYTHONPATH=. python bench/structured_output.py
 
 Every answer must validate; a schema bounds its answer's length (`schemas.py`), so that none is cut
 off. Runs with and without grammars take turns, in an order that is turned round every time. Those

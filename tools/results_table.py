@@ -47,10 +47,11 @@ def host_rows(result: dict) -> list[str]:
 def structured_rows(result: dict) -> list[str]:
     where = f"{result['device']}, {result['hardware']['cpu']}"
     flag = " (flagged: spread over 15%)" if result["flagged"] else ""
+    ratios = " / ".join(f"{ratio:.2f}" for ratio in result["ratios"])
     return [
         f"| {result['model']}, a step of {result['num_requests']} requests with as many different "
-        f"JSON schemas, over one without ({result['outputs_valid']} outputs validate) | "
-        f"{result['ratio_all']:.2f} times{flag} | {where} |"
+        f"JSON schemas, over one without ({result['answers_valid']} answers validate) | "
+        f"{ratios} times{flag} | {where} |"
     ]
 
 
