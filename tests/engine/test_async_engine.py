@@ -5,6 +5,8 @@ import asyncio
 import pytest
 
 from jaxserve import LLM, AsyncLLM, EngineDeadError, SamplingParams
+from jaxserve.engine.streams import RequestStream
+from jaxserve.outputs import OutputDelta
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 FIELDS = {
@@ -181,5 +183,29 @@ def test_close_ends_open_streams(tiny_folder, prompts):
                 pass
         with pytest.raises(EngineDeadError, match="closed"):
             await complete(llm, prompts[0])
+
+    run(main())
+
+
+def test_a_stream_one_of_whose_sequences_fails():
+    """What came before is read first, be it there already or not."""
+
+    async def main():
+        stream, texts = RequestStream(), []
+        stream.expect(2)
+        stream.push(OutputDelta("a", 0, text="x"))
+
+        async def read():
+            async for deltas in stream:
+                texts.extend(delta.text for delta in deltas)
+                if texts == ["x"]:
+                    stream.push(OutputDelta("a", 1, text="y"))
+                    failed = OutputDelta("a", 0, finish_reason="error", stop_reason="the reason")
+                    stream.push(failed)
+
+        with pytest.raises(ValueError, match="the reason"):
+            await read()
+        assert texts == ["x", "y"]
+        assert not stream.finished
 
     run(main())
