@@ -259,6 +259,7 @@ def test_latency_greedy_and_sampled(cli, monkeypatch, flags):
                 startup_s={},
                 scheduler_config=scheduler,
                 model_config=model,
+                _parts=None,
             )
 
         def generate(self, prompts, params, use_tqdm):
