@@ -1,9 +1,10 @@
 """Tokens per second through the HTTP server, streamed to many clients at once.
 
-    python bench/http_streaming.py --output bench/results/http_streaming.json
+    PYTHONPATH=. python bench/http_streaming.py
 
 Twice: with an engine that does everything but compute (`tests/server/fake_engine.py`), where HTTP
-is all there is to wait for; and with a real one, against the same requests through `LLM.generate`.
+is all there is to wait for; and with a real one, in turn with the same requests through
+`LLM.generate`. Both engines are there all the while; the one whose turn it is not sleeps.
 """
 
 import argparse
@@ -12,10 +13,14 @@ import json
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import uvloop
 
@@ -24,6 +29,8 @@ from jaxserve.bench.environment import describe, write_result
 from jaxserve.model.resolve import resolve_model
 
 ROOT = Path(__file__).parent.parent
+MAX_SPREAD = 0.15
+WARM_UP_TOKENS = 8
 PROMPT = "The weather on the other side of the mountains"
 
 
@@ -91,53 +98,68 @@ def serve(command: list[str]) -> tuple[subprocess.Popen, str]:
     raise RuntimeError("the server did not start")
 
 
-def measure(command: list[str], num_clients: int, num_tokens: int, rounds: int) -> dict:
+@contextmanager
+def serving(command: list[str]) -> Iterator[str]:
     process, url = serve(command)
     try:
-        uvloop.run(stream(url, num_clients, num_tokens, 1))
-        passes = [uvloop.run(stream(url, num_clients, num_tokens, rounds)) for _ in range(2)]
+        yield url
     finally:
         process.send_signal(signal.SIGTERM)
         process.communicate()
-    return spread_of(passes)
 
 
-def spread_of(passes: list[dict[str, float]]) -> dict:
-    rates = [p["tokens_per_s"] for p in passes]
-    spread = max(rates) / min(rates) - 1
-    return {"passes": passes, "spread": round(spread, 3), "flagged": spread > 0.15}
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    most = max(values) / min(values) - 1
+    return {"spread": round(most, 3), "flagged": most > MAX_SPREAD}
 
 
-def measure_library(model: str, num_clients: int, num_tokens: int) -> dict:
-    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-    with LLM(model) as llm:
-        passes = []
-        for _ in range(3):
+def measure_instant(folder: str, num_clients: int) -> dict[str, Any]:
+    with serving([str(ROOT / "tests/server/fake_server.py"), folder]) as url:
+        uvloop.run(stream(url, num_clients, 400, 1))
+        passes = [uvloop.run(stream(url, num_clients, 400, 8)) for _ in range(3)]
+    return {"passes": passes} | spread([p["tokens_per_s"] for p in passes])
+
+
+def measure_real(model: str, num_clients: int, num_tokens: int, num_pairs: int) -> dict[str, Any]:
+    with serving(["-m", "jaxserve", "serve", model]) as url, LLM(model) as llm:
+
+        def over_http(num_tokens: int) -> float:
+            return uvloop.run(stream(url, num_clients, num_tokens, 1))["tokens_per_s"]
+
+        def in_library(num_tokens: int) -> float:
+            params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
             begin = time.perf_counter()
             llm.generate([PROMPT] * num_clients, params, use_tqdm=False)
-            seconds = time.perf_counter() - begin
-            passes.append({"tokens_per_s": round(num_clients * num_tokens / seconds, 1)})
-    return spread_of(passes[1:])
+            return round(num_clients * num_tokens / (time.perf_counter() - begin), 1)
+
+        sides = {"server": over_http, "library": in_library}
+        pairs = []
+        for i in range(num_pairs):
+            for measure in sides.values():
+                measure(WARM_UP_TOKENS)
+            names = list(sides) if i % 2 else list(sides)[::-1]
+            pair = {name: sides[name](num_tokens) for name in names}
+            pairs.append(pair | {"ratio": round(pair["server"] / pair["library"], 3)})
+    ratios = [pair["ratio"] for pair in pairs]
+    return {"pairs": pairs, "ratio_median": statistics.median(ratios)} | spread(ratios)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--num-clients", type=int, default=32)
-    parser.add_argument("--num-tokens", type=int, default=64)
+    parser.add_argument("--num-tokens", type=int, default=128)
+    parser.add_argument("--num-pairs", type=int, default=3)
     parser.add_argument("--output", type=Path, default=Path("bench/results/http_streaming.json"))
     args = parser.parse_args()
     folder = str(resolve_model(args.model))
-    fake = [str(ROOT / "tests/server/fake_server.py"), folder]
-    real = ["-m", "jaxserve", "serve", args.model]
     result = describe(threads=os.cpu_count() or 1) | {
         "benchmark": "http_streaming",
-        "num_clients": args.num_clients,
-        "instant_engine": measure(fake, args.num_clients, 400, 4),
         "model": args.model,
+        "num_clients": args.num_clients,
         "num_tokens": args.num_tokens,
-        "server": measure(real, args.num_clients, args.num_tokens, 1),
-        "library": measure_library(args.model, args.num_clients, args.num_tokens),
+        "instant": measure_instant(folder, args.num_clients),
+        "real": measure_real(args.model, args.num_clients, args.num_tokens, args.num_pairs),
     }
     write_result(args.output, result)
 

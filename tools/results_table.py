@@ -55,9 +55,32 @@ def structured_rows(result: dict) -> list[str]:
     ]
 
 
+def streaming_rows(result: dict) -> list[str]:
+    where = f"{result['hardware']['cpu']}, {result['hardware']['threads']} threads"
+    clients = f"{result['num_clients']} streaming clients"
+    rows = []
+    for what, figures, shown in (
+        (
+            "and an engine that computes nothing",
+            result["instant"],
+            " / ".join(f"{p['tokens_per_s']:,.0f}" for p in result["instant"]["passes"])
+            + " tokens/s",
+        ),
+        (
+            f"{result['model']}, {result['num_tokens']} tokens each, over `LLM.generate`",
+            result["real"],
+            f"{result['real']['ratio_median']:.2f} times the tokens/s",
+        ),
+    ):
+        flag = " (flagged: spread over 15%)" if figures["flagged"] else ""
+        rows.append(f"| the HTTP server, {clients}, {what} | {shown}{flag} | {where} |")
+    return rows
+
+
 ROWS: dict[str, Callable[[dict], list[str]]] = {
     "offline_vs_transformers": offline_rows,
     "host_time": host_rows,
+    "http_streaming": streaming_rows,
     "structured_output": structured_rows,
 }
 

@@ -34,6 +34,7 @@ class RequestPreparer:
         grammars: GrammarCompiler | None,
     ) -> None:
         self._max_logprobs = config.max_logprobs
+        self._has_priorities = config.scheduling_policy == "priority"
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
@@ -57,6 +58,10 @@ class RequestPreparer:
             raise ValueError(f"sampling_params must be SamplingParams, got {params!r}")
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise ValueError(f"priority must be an integer, got {priority!r}")
+        if priority and not self._has_priorities:
+            raise ValueError(
+                f"priority must be 0 without scheduling_policy='priority', got {priority}"
+            )
         if not isinstance(request_id, str | None):
             raise ValueError(f"request_id must be a string, got {request_id!r}")
         text, ids = encode_prompt(prompt, self._tokenizer)

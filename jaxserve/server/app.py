@@ -1,10 +1,8 @@
 """The HTTP routes."""
 
-import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
 
-import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
@@ -12,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 
+from jaxserve.server.body import BoundedRequest
 from jaxserve.server.config import ServerConfig
 from jaxserve.server.gate import Gate, error_response
 from jaxserve.server.metrics import CONTENT_TYPE
@@ -36,7 +35,6 @@ from jaxserve.server.service import Service
 from jaxserve.version import __version__
 
 STARTING_RETRY_AFTER_S = 5
-_PARSE_IN_THREAD_BYTES = 1 << 16
 
 
 class Status:
@@ -98,46 +96,12 @@ def make_app(config: ServerConfig, api_keys: list[str], status: Status) -> FastA
     return app
 
 
-class _BoundedRequest(Request):
-    """A body of bounded length, parsed off the event loop if it is long."""
-
-    async def body(self) -> bytes:
-        if not hasattr(self, "_body"):
-            limit = self.app.state.max_request_bytes
-            length = self.headers.get("content-length", "0")
-            if not length.isdecimal() or int(length) > limit:
-                raise _too_large(limit)
-            chunks, size = [], 0
-            async for chunk in self.stream():
-                size += len(chunk)
-                if size > limit:
-                    raise _too_large(limit)
-                chunks.append(chunk)
-            self._body = b"".join(chunks)
-        return self._body
-
-    async def json(self) -> Any:
-        body = await self.body()
-        try:
-            if len(body) < _PARSE_IN_THREAD_BYTES:
-                return msgspec.json.decode(body)
-            return await asyncio.to_thread(msgspec.json.decode, body)
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise ApiError(400, f"the body is not JSON: {error}") from error
-
-
-def _too_large(limit: int) -> ApiError:
-    return ApiError(
-        413, f"the body must have at most {limit} bytes", headers={"Connection": "close"}
-    )
-
-
 class _Route(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def handle_bounded(request: Request) -> Response:
-            return await handle(_BoundedRequest(request.scope, request.receive))
+            return await handle(BoundedRequest(request.scope, request.receive))
 
         return handle_bounded
 
@@ -240,8 +204,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
     return error_response(error)
 
 
-async def _validation_error(request: Request, error: Exception) -> Response:
-    return error_response(from_validation(error.errors()))
+async def _validation_error(request: Request, error: RequestValidationError) -> Response:
+    return error_response(from_validation(error.errors(), error.body))
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:

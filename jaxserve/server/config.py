@@ -43,9 +43,9 @@ class ServerConfig:
     """Web origins whose pages may call the server ("*": all); none by default."""
     max_request_bytes: int = 32 << 20
     """Longest request body."""
-    max_num_queued_reqs: int | None = None
-    """Most requests that wait for a slot of one engine; more get 503 and Retry-After. None: no
-    limit."""
+    max_num_queued_reqs: int = 4096
+    """Most requests that wait for a slot of one engine; more get 503 and Retry-After. Each prompt
+    of a list is one."""
     shutdown_timeout: float = 20.0
     """Seconds that running requests get to finish after SIGTERM or SIGINT; a second signal ends
     them at once."""
@@ -79,8 +79,7 @@ class ServerConfig:
               "ASCII text that is not empty and has no space at its ends")  # fmt: skip
         check(all(self.served_model_name), "served_model_name", "names that are not empty")
         check(self.max_request_bytes >= 1, "max_request_bytes", "at least 1")
-        limit = self.max_num_queued_reqs
-        check(limit is None or limit >= 0, "max_num_queued_reqs", "None or at least 0")
+        check(self.max_num_queued_reqs >= 0, "max_num_queued_reqs", "at least 0")
         for name, least in (("shutdown_timeout", "0"), ("engine_stall_timeout", "over 0")):
             value = getattr(self, name)
             fits = math.isfinite(value) and (value >= 0 if least == "0" else value > 0)

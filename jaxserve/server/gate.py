@@ -11,6 +11,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jaxserve.server.heads import MAX_HEAD_BYTES, head_too_large
 from jaxserve.server.page import sign_in_response
 from jaxserve.server.protocol.errors import ApiError, error_body
 from jaxserve.server.protocol.shaping import encode_json
@@ -65,7 +66,9 @@ class Gate:
             await send(message)
 
         try:
-            if self._may_pass(scope["path"], headers):
+            if _num_head_bytes(scope) > MAX_HEAD_BYTES:
+                await error_response(head_too_large())(scope, receive, send_with_id)
+            elif self._may_pass(scope["path"], headers):
                 await self._app(scope, receive, send_with_id)
             else:
                 await _refusal(scope, headers)(scope, receive, send_with_id)
@@ -104,6 +107,11 @@ class Gate:
                 }
             },
         )
+
+
+def _num_head_bytes(scope: Scope) -> int:
+    parts = [scope["raw_path"], scope["query_string"]]
+    return sum(map(len, parts + [part for header in scope["headers"] for part in header]))
 
 
 def _refusal(scope: Scope, headers: Headers) -> Response:

@@ -6,8 +6,10 @@ import logging
 import math
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +26,7 @@ from jaxserve.model.resolve import resolve_model
 from jaxserve.server.app import Status, make_app
 from jaxserve.server.config import ServerConfig
 from jaxserve.server.extras import import_extra, make_tracer
+from jaxserve.server.heads import BoundedHeads
 from jaxserve.server.logs import set_up_logging
 from jaxserve.server.service import start_service
 
@@ -77,7 +80,7 @@ class _Server:
         self._http = _HttpServer(
             uvicorn.Config(
                 make_app(config, api_keys, self._status),
-                http="httptools",
+                http=BoundedHeads,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -135,7 +138,7 @@ class _Server:
     async def _start(self) -> None:
         begin = time.monotonic()
         logger.info("loading %s", self._engine_config.model)
-        folder = await asyncio.to_thread(resolve_model, self._engine_config.model)
+        folder = await _in_daemon_thread(resolve_model, self._engine_config.model)
         config = replace(self._engine_config, model=str(folder))
         factory = functools.partial(self._engine_factory, config)
         self._engine = EngineGroup(
@@ -182,6 +185,22 @@ class _HttpServer(uvicorn.Server):
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=2048)
+
+
+async def _in_daemon_thread[T](function: Callable[..., T], *args: Any) -> T:
+    """As asyncio.to_thread, but the process does not wait for the end of a call that was left: a
+    download may take for ever."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await asyncio.wrap_future(future)
 
 
 def _api_keys(config: ServerConfig) -> list[str]:

@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +31,7 @@ from jaxserve.server.protocol.requests import (
 from jaxserve.server.protocol.responses import Detokenized, ModelList, Tokenized
 from jaxserve.server.protocol.shaping import (
     DONE,
+    Batch,
     EncodedPrompt,
     Head,
     Shaper,
@@ -147,8 +147,9 @@ class Service:
             lambda: [self._encode_prompt(p, body.add_special_tokens) for p in inputs]
         )
         ids = [id_] if len(prompts) == 1 else [f"{id_}-{i}" for i in range(len(prompts))]
-        shaper = CompletionShaper(body, params, self._head(id_), ids, prompts, self._tokenizer)
-        return await self._answer(body, http, shaper, _Batch(ids, prompts, params), arrival_s)
+        batch = Batch(ids, prompts, params)
+        shaper = CompletionShaper(body, batch, self._head(id_), self._tokenizer)
+        return await self._answer(body, http, shaper, arrival_s)
 
     async def chat(self, body: ChatCompletionRequest, http: Request, id_: str) -> Response:
         arrival_s = time.monotonic()
@@ -162,20 +163,18 @@ class Service:
             )
         params = _params(body)
         prompt, params, new_answer = await _in_thread(self._prepare_chat, body, params)
-        prompts = [prompt]
-        shaper = ChatShaper(
-            body, params, self._head(id_), [id_], prompts, self._tokenizer, new_answer
-        )
-        return await self._answer(body, http, shaper, _Batch([id_], prompts, params), arrival_s)
+        batch = Batch([id_], [prompt], params)
+        shaper = ChatShaper(body, batch, self._head(id_), self._tokenizer, new_answer)
+        return await self._answer(body, http, shaper, arrival_s)
 
     async def _answer(
         self,
         body: CompletionRequest | ChatCompletionRequest,
         http: Request,
         shaper: Shaper,
-        batch: "_Batch",
         arrival_s: float,
     ) -> Response:
+        batch = shaper.batch
         stream = RequestStream()
         clock: RequestClock | None = None
 
@@ -297,13 +296,6 @@ async def start_service(
     return await asyncio.to_thread(
         Service, engine, infos, tokenizer, model_names, chat_template, config, tracer
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    request_ids: list[str]
-    prompts: list[EncodedPrompt]
-    params: SamplingParams
 
 
 def _params(body: CompletionRequest | ChatCompletionRequest) -> SamplingParams:

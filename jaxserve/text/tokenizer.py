@@ -37,7 +37,7 @@ class Tokenizer:
         self._bytes = TokenBytes(self._backend)
         # Variables for a template come from clients, who must not get at the call's own arguments.
         own = inspect.signature(self._hf.apply_chat_template).parameters.keys()
-        self._reserved = own | {"messages"}
+        self._reserved = own | {"self", "messages", "conversations"}
         added = self._backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(self._hf.all_special_ids) | {
             id_ for id_, token in added.items() if token.special

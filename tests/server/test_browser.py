@@ -150,6 +150,41 @@ def test_what_a_request_says(page):
     assert page.get_by_label("Top k").evaluate("input => document.activeElement === input")
 
 
+def test_reasoning_and_calls(open_page, start_fake):
+    server = start_fake(
+        "--step-time", "0.01", "--reasoning-parser", "deepseek_r1",
+        "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
+    ).ready()  # fmt: skip
+    page = open_page(server)
+    expect(page.get_by_role("status").first).to_have_text("Ready")
+    reasoning, calls = page.locator(".reasoning").last, page.locator(".calls > li")
+    send(page, "let me <b>think</b></think>hello")
+    finished(page)
+    expect(answer(page)).to_have_text("hello")
+    expect(reasoning.locator("div")).to_be_hidden()
+    reasoning.get_by_text("Reasoning").click()
+    expect(reasoning.locator("div")).to_have_text("let me <b>think</b>")
+    expect(calls).to_have_count(0)
+
+    tools = page.get_by_label("Tools (JSON)")
+    tools.fill("{")
+    send(page, "no")
+    expect(tools).to_be_focused()
+    assert page.locator(".turns > li").count() == 1
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    tools.fill(json.dumps([tool]))
+    page.get_by_role("button", name="Clear").click()
+    call = '<tool_call>{"name": "look", "arguments": {"at": "%s"}}</tool_call>'
+    with page.expect_request(CHAT) as asked:
+        send(page, "</think>" + call % "a" + call % "<i>b</i>")
+    assert json.loads(asked.value.post_data)["tools"] == [tool]
+    finished(page)
+    page.reload()
+    expect(calls).to_have_text(['look({"at": "a"})', 'look({"at": "<i>b</i>"})'])
+    expect(answer(page)).to_have_text("")
+    expect(reasoning).to_be_hidden()
+
+
 def test_a_conversation_outlives_a_reload_and_is_cleared(page):
     send(page, "hello")
     finished(page)

@@ -3,6 +3,7 @@
 import json
 import re
 import socket
+import time
 
 import pytest
 
@@ -28,6 +29,20 @@ def raw(server, request_line, *headers):
         lines = [request_line, "Host: x", "Connection: close", *headers, "", ""]
         connection.sendall("\r\n".join(lines).encode())
         return int(connection.makefile("rb").readline().split()[1])
+
+
+def sent(server, text):
+    """The status that the server answers before it hangs up; None if none came."""
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        try:
+            for start in range(0, len(text), 16_384):
+                connection.sendall(text[start : start + 16_384].encode())
+                time.sleep(0.002)
+            line = connection.makefile("rb").readline()
+        except ConnectionError:
+            return None
+    return int(line.split()[1]) if line else None
 
 
 def test_every_key_opens(guarded):
@@ -70,6 +85,31 @@ def test_no_spelling_goes_round_the_key(guarded, path):
 def test_health_needs_no_key(guarded):
     for path in ("/health", "/ping"):
         assert guarded.http.get(path).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "head",
+    ["GET /health?" + "x" * 400_000 + " HTTP/1.1\r\nHost: x\r\n",
+     "GET /health HTTP/1.1\r\nHost: x\r\n" + "X-Many: 1\r\n" * 40_000,
+     "GET /health HTTP/1.1\r\nHost: x\r\nX-Long: " + "x" * 400_000 + "\r\n"],
+    ids=["line", "many", "long"],
+)  # fmt: skip
+def test_a_head_without_an_end_is_bounded(guarded, head):
+    # The answer is lost where the server hangs up before all has been sent.
+    assert sent(guarded, head) in (431, None)
+    assert guarded.http.get("/health").status_code == 200
+
+
+def test_a_head_in_one_piece_is_bounded(guarded):
+    response = guarded.http.get("/health", headers={"x-long": "x" * 65_536})
+    assert response.status_code == 431
+    assert "at most 65536 bytes" in response.json()["error"]["message"]
+    assert guarded.http.get("/health", headers={"x-long": "x" * 65_000}).status_code == 200
+
+
+def test_a_trailer_is_bounded(fake):
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    assert sent(fake, head + "2\r\n{}\r\n0\r\n" + "X-Many: 1\r\n" * 100_000) is None
 
 
 def test_cross_origin(guarded, fake):

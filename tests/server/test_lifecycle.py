@@ -90,6 +90,27 @@ def test_fault_17_no_child_outlives_a_killed_server(start_fake, wait_gone):
     wait_gone(children)
 
 
+@pytest.fixture
+def silent_hub():
+    """The address of a hub that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as hub:
+        yield hub
+
+
+def test_a_signal_while_the_model_is_downloaded(start_server, fake_script, silent_hub, tmp_path):
+    port = silent_hub.getsockname()[1]
+    env = {
+        "HF_ENDPOINT": f"http://127.0.0.1:{port}",
+        "HF_HOME": str(tmp_path),
+        "HF_HUB_ETAG_TIMEOUT": "1000",
+        "HF_HUB_DOWNLOAD_TIMEOUT": "1000",
+    }
+    server = start_server(fake_script, "org/name", env=env)
+    with silent_hub.accept()[0]:
+        server.signal(signal.SIGTERM)
+        assert server.wait(20) == 0
+
+
 def test_a_signal_while_loading(start_fake):
     server = start_fake()
     server.wait_for("loading")

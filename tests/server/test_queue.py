@@ -14,6 +14,14 @@ def submit(pool, server, count, **body):
     return task
 
 
+def test_priority_needs_its_policy(fake):
+    response = fake.post("/v1/completions", **LONG, priority=-1)
+    assert response.status_code == 400
+    message = response.json()["error"]["message"]
+    assert message == "priority must be 0 without scheduling_policy='priority', got -1"
+    assert fake.post("/v1/completions", prompt="ab", priority=0).status_code == 200
+
+
 def test_priority_is_obeyed(narrow):
     finished = []
     with concurrent.futures.ThreadPoolExecutor(3) as pool:

@@ -96,7 +96,7 @@ def deep(levels):
     ("fields", "param", "message"),
     [
         ({"response_format": {"type": "json_schema"}}, "response_format", "needs json_schema"),
-        ({"response_format": json_schema(None)}, "response_format", "dictionary"),
+        ({"response_format": json_schema(None)}, "response_format.json_schema.schema", "an object"),
         ({"response_format": json_schema(deep(64))}, "response_format", "64 levels"),
         ({"response_format": json_schema({"type": "text"})}, None, "JSON schema.*Invalid type"),
         (
@@ -112,19 +112,19 @@ def deep(levels):
             "exclude",
         ),
         ({"structured_outputs": {"regex": "(a"}}, None, "regular expression.*unclosed group"),
-        ({"structured_outputs": {"regex": "a" * 200_000}}, "structured_outputs", "131072"),
+        ({"structured_outputs": {"regex": "a" * 200_000}}, "structured_outputs.regex", "131072"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "one of"),
         (
             {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}},
             "structured_outputs",
             "whitespace_pattern needs json or json_object, not regex",
         ),
-        ({"structured_outputs": {"choice": []}}, "structured_outputs", "at least 1"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least 1"),
         ({"structured_outputs": {"grammar": "start: a"}}, None, "grammar.*unknown name"),
         ({"structured_outputs": {"grammar": "start: start"}}, None, "no text satisfies it"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs", "JSON Schema"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs", "structural_tag"),
-        ({"structured_outputs": "regex"}, "structured_outputs", "valid"),
+        ({"structured_outputs": "regex"}, "structured_outputs", "must be an object"),
     ],
     ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else "",
 )

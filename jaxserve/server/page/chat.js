@@ -75,7 +75,7 @@ class Chat {
       messages.push({ role: "assistant", content: turn.answer });
     }
     messages.push({ role: "user", content: question });
-    const turn = { question, answer: "" };
+    const turn = { question, reasoning: "", answer: "", calls: [] };
     this.turns = [...before, turn];
     this.running = new AbortController();
     this.say("Answering.");
@@ -106,7 +106,7 @@ class Chat {
         turn.figures = clock.text();
         turn.reason = REASONS[choice?.finish_reason] ?? turn.reason;
         turn.context = contextText(usage, model);
-        this.#append(turn, view, choice?.delta.content ?? "");
+        this.#append(turn, view, choice?.delta ?? {});
       }
     } catch (error) {
       if (error.name === "AbortError") turn.reason = "stopped";
@@ -119,16 +119,23 @@ class Chat {
       if (this.running === running) {
         this.running = null;
         this.#changed();
-        this.say(turn.problem ?? `${turn.answer} ${turn.reason ?? ""}`);
+        this.say(turn.problem ?? [turn.answer, ...turn.calls.map(callText), turn.reason ?? ""].join(" "));
       }
     }
   }
 
-  #append(turn, view, text) {
+  /** What a chunk of the stream adds to the message. */
+  #append(turn, view, { reasoning = "", content, tool_calls = [] }) {
     const { log } = this;
     const isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
-    turn.answer += text;
-    view.answer.append(text);
+    turn.reasoning += reasoning;
+    view.thoughts.append(reasoning);
+    turn.answer += content ?? "";
+    view.answer.append(content ?? "");
+    for (const { index, function: { name, arguments: text } } of tool_calls) {
+      turn.calls[index] ??= { name, text: "" };
+      turn.calls[index].text += text;
+    }
     this.#fill(turn, view);
     if (isAtEnd) log.scrollTop = log.scrollHeight;
   }
@@ -137,8 +144,17 @@ class Chat {
     const template = this.element.querySelector("template");
     const item = template.content.firstElementChild.cloneNode(true);
     const find = (selector) => item.querySelector(selector);
-    const view = { item, answer: find(".answer"), figures: find(".figures"), problem: find(".problem") };
+    const view = {
+      item,
+      reasoning: find(".reasoning"),
+      thoughts: find(".reasoning div"),
+      answer: find(".answer"),
+      calls: find(".calls"),
+      figures: find(".figures"),
+      problem: find(".problem"),
+    };
     find(".question").textContent = turn.question;
+    view.thoughts.textContent = turn.reasoning;
     view.answer.textContent = turn.answer;
     find(".copy").hidden = !navigator.clipboard; // it needs https or this machine
     find(".copy").addEventListener("click", async () => {
@@ -152,6 +168,14 @@ class Chat {
   }
 
   #fill(turn, view) {
+    view.reasoning.hidden = !turn.reasoning;
+    view.calls.replaceChildren(
+      ...turn.calls.map((call) => {
+        const item = document.createElement("li");
+        item.textContent = callText(call);
+        return item;
+      }),
+    );
     view.figures.textContent = [turn.figures, turn.reason].filter(Boolean).join(" · ");
     view.problem.textContent = turn.problem ?? "";
     this.context.textContent = turn.context ?? "";
@@ -195,6 +219,10 @@ class Clock {
       .filter(Boolean)
       .join(" · ");
   }
+}
+
+function callText({ name, text }) {
+  return `${name}(${text})`;
 }
 
 function contextText(usage, model) {

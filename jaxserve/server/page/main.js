@@ -58,9 +58,21 @@ function setUpSampling() {
   follow();
 }
 
+/** OpenAI's `tools`; null if the text is none. */
+function parseTools(text) {
+  try {
+    const tools = JSON.parse(text.trim() || "[]");
+    return Array.isArray(tools) ? tools : null;
+  } catch {
+    return null;
+  }
+}
+
 /** What a request is to say, or null and a message where the form is wrong. */
 function chosenSampling() {
   const form = get("sampling");
+  const tools = parseTools(form.elements.tools.value);
+  form.elements.tools.setCustomValidity(tools ? "" : "This is no list of tools in JSON.");
   if (!form.checkValidity()) {
     form.parentElement.open = true;
     form.reportValidity();
@@ -70,7 +82,10 @@ function chosenSampling() {
   return {
     model: models.find(({ id }) => id === get("model").value),
     system: form.elements.system.value.trim(),
-    params: Object.fromEntries(numbers.map((input) => [input.name, input.valueAsNumber])),
+    params: {
+      ...Object.fromEntries(numbers.map((input) => [input.name, input.valueAsNumber])),
+      ...(tools.length && { tools }),
+    },
   };
 }
 

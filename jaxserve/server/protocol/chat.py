@@ -4,13 +4,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxserve.outputs import Logprob, OutputDelta
-from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.protocol.answer import Answer
 from jaxserve.server.protocol.requests import ChatCompletionRequest
 from jaxserve.server.protocol.responses import ChatLogprobs, ContentLogprob, TokenLogprob
 from jaxserve.server.protocol.shaping import (
     LEAST_LOGPROB,
-    EncodedPrompt,
+    Batch,
     Head,
     Shaper,
     prompt_logprobs_json,
@@ -18,32 +17,21 @@ from jaxserve.server.protocol.shaping import (
 from jaxserve.text.tokenizer import Tokenizer
 
 
-class ChatShaper(Shaper):
+class ChatShaper(Shaper[ChatCompletionRequest]):
     chunk_object = "chat.completion.chunk"
     whole_object = "chat.completion"
 
     def __init__(
         self,
         request: ChatCompletionRequest,
-        params: SamplingParams,
+        batch: Batch,
         head: Head,
-        request_ids: Sequence[str],
-        prompts: Sequence[EncodedPrompt],
         tokenizer: Tokenizer,
         new_answer: Callable[[], Answer],
     ) -> None:
-        super().__init__(
-            head,
-            request_ids,
-            prompts,
-            params.n,
-            tokenizer,
-            include_usage=request.include_usage,
-            continuous_usage=request.continuous_usage,
-        )
-        self._request = request
-        self._role_is_due = [True] * params.n
-        self._answers = [new_answer() for _ in range(params.n)]
+        super().__init__(request, batch, head, tokenizer)
+        self._role_is_due = [True] * self._n
+        self._answers = [new_answer() for _ in range(self._n)]
 
     def choices(self, delta: OutputDelta, prompt_index: int) -> Iterator[dict[str, Any]]:
         if self._role_is_due[delta.index]:
@@ -112,5 +100,5 @@ class ChatShaper(Shaper):
         return {
             "token": candidate.decoded_token or "",
             "logprob": max(candidate.logprob, LEAST_LOGPROB),
-            "bytes": list(self.tokenizer.token_bytes(token_id)),
+            "bytes": list(self._tokenizer.token_bytes(token_id)),
         }

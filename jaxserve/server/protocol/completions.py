@@ -9,7 +9,7 @@ from jaxserve.server.protocol.requests import CompletionRequest
 from jaxserve.server.protocol.responses import CompletionLogprobs
 from jaxserve.server.protocol.shaping import (
     LEAST_LOGPROB,
-    EncodedPrompt,
+    Batch,
     Head,
     Shaper,
     prompt_logprobs_json,
@@ -18,35 +18,19 @@ from jaxserve.text.detokenizer import IncrementalDetokenizer
 from jaxserve.text.tokenizer import Tokenizer
 
 
-class CompletionShaper(Shaper):
+class CompletionShaper(Shaper[CompletionRequest]):
     chunk_object = whole_object = "text_completion"
 
     def __init__(
-        self,
-        request: CompletionRequest,
-        params: SamplingParams,
-        head: Head,
-        request_ids: Sequence[str],
-        prompts: Sequence[EncodedPrompt],
-        tokenizer: Tokenizer,
+        self, request: CompletionRequest, batch: Batch, head: Head, tokenizer: Tokenizer
     ) -> None:
-        super().__init__(
-            head,
-            request_ids,
-            prompts,
-            params.n,
-            tokenizer,
-            include_usage=request.include_usage,
-            continuous_usage=request.continuous_usage,
-        )
-        self._request = request
-        self._params = params
-        self._echo_is_due = [bool(request.echo)] * len(prompts) * params.n
+        super().__init__(request, batch, head, tokenizer)
+        self._echo_is_due = [bool(request.echo)] * len(batch.prompts) * self._n
         self._offsets: dict[int, TextOffsets] = {}
         # An echo with log-probabilities waits until the engine has told those of the whole prompt.
         self._waits = bool(request.echo and request.logprobs is not None)
-        self._waiting: list[list[OutputDelta]] = [[] for _ in prompts]
-        self._prompt_logprobs: list[list[dict[int, Logprob] | None]] = [[] for _ in prompts]
+        self._waiting: list[list[OutputDelta]] = [[] for _ in batch.prompts]
+        self._prompt_logprobs: list[list[dict[int, Logprob] | None]] = [[] for _ in batch.prompts]
 
     def choices(self, delta: OutputDelta, prompt_index: int) -> Iterator[dict[str, Any]]:
         for ready in self._ready(delta, prompt_index):
@@ -69,7 +53,7 @@ class CompletionShaper(Shaper):
         known += delta.prompt_logprobs
         waiting = self._waiting[prompt_index]
         waiting.append(delta)
-        if len(known) < len(self.prompts[prompt_index].token_ids) and not delta.finish_reason:
+        if len(known) < len(self.batch.prompts[prompt_index].token_ids) and not delta.finish_reason:
             return []
         self._waiting[prompt_index] = []
         return waiting
@@ -84,7 +68,7 @@ class CompletionShaper(Shaper):
             text = self._prompt_text(prompt_index) + text
             if self._waits:
                 known = self._prompt_logprobs[prompt_index]
-                token_ids = self.prompts[prompt_index].token_ids[: len(known)] + token_ids
+                token_ids = self.batch.prompts[prompt_index].token_ids[: len(known)] + token_ids
                 entries = known + entries
         return {
             "index": place,
@@ -98,10 +82,10 @@ class CompletionShaper(Shaper):
         return 0 if self._request.drops_output else len(delta.token_ids)
 
     def _prompt_text(self, prompt_index: int) -> str:
-        prompt = self.prompts[prompt_index]
+        prompt = self.batch.prompts[prompt_index]
         if prompt.text is not None:
             return prompt.text
-        return self.tokenizer.decode(prompt.token_ids, self._params.skip_special_tokens)
+        return self._tokenizer.decode(prompt.token_ids, self.batch.params.skip_special_tokens)
 
     def _logprobs(
         self,
@@ -113,12 +97,12 @@ class CompletionShaper(Shaper):
         if not token_ids or self._request.logprobs is None:
             return None
         if place not in self._offsets:
-            before = [] if self._request.echo else self.prompts[prompt_index].token_ids
+            before = [] if self._request.echo else self.batch.prompts[prompt_index].token_ids
             self._offsets[place] = TextOffsets(
-                self.tokenizer, before, self._params.skip_special_tokens
+                self._tokenizer, before, self.batch.params.skip_special_tokens
             )
         return {
-            "tokens": [self.tokenizer.token_text(token) for token in token_ids],
+            "tokens": [self._tokenizer.token_text(token) for token in token_ids],
             "token_logprobs": [
                 entry and max(entry[token].logprob, LEAST_LOGPROB)
                 for token, entry in zip(token_ids, entries, strict=True)

@@ -1,5 +1,7 @@
 """Errors in OpenAI's shape."""
 
+import json
+import re
 from collections.abc import Sequence
 from typing import Any, TypedDict
 
@@ -68,16 +70,99 @@ def from_engine(error: Exception, fields: Sequence[str] = ()) -> ApiError:
     return ApiError(500, "internal error")
 
 
-def from_validation(errors: Sequence[dict[str, Any]]) -> ApiError:
-    """pydantic's list of what is wrong with a body, as one line."""
-    parts: dict[str, list[str]] = {}
+_TYPES = {
+    "string_type": "a string",
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "int_parsing_size": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+}
+"""pydantic's names for values of a wrong type, and what the right one is."""
+_BOUNDS = {
+    "greater_than": "over {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "under {lt}",
+    "less_than_equal": "at most {le}",
+    "literal_error": "{expected}",
+}
+_LENGTHS = {
+    "too_short": "at least {min_length}",
+    "too_long": "at most {max_length}",
+    "string_too_short": "at least {min_length}",
+    "string_too_long": "at most {max_length}",
+}
+_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+_MAX_SHOWN = 40
+
+
+def from_validation(errors: Sequence[dict[str, Any]], body: Any) -> ApiError:
+    """pydantic's list of what is wrong with `body`, as one line."""
+    found: dict[str, list[dict[str, Any]]] = {}
     for error in errors:
-        # ("body", field, index or union branch, ...)
-        location = [str(part) for part in error["loc"] if part != "body"]
-        message = error["msg"].removeprefix("Value error, ")
-        parts.setdefault(location[0] if location else "", []).append(message)
-    texts = [
-        f"{name}: {'; '.join(dict.fromkeys(messages))}" if name else "; ".join(messages)
-        for name, messages in parts.items()
-    ]
-    return ApiError(400, ", ".join(texts), param=next(iter(parts), "") or None)
+        found.setdefault(_path(error, body), []).append(error)
+    # Of a union each alternative has its own say; the one that got furthest is what was meant.
+    paths = [p for p in found if not any(q != p and _is_inside(q, p) for q in found)]
+    line = ", ".join(f"{path}: {_wrong(found[path])}".removeprefix(": ") for path in paths)
+    param = paths[0]
+    if not param and isinstance(body, dict):
+        first_word = line.split(" ", 1)[0]
+        param = first_word if first_word in body else ""
+    return ApiError(400, line, param=param or None)
+
+
+def _path(error: dict[str, Any], body: Any) -> str:
+    """Where in the body, as in `messages[2].content`; without pydantic's names for the members of a
+    union, which lie between."""
+    path, value = "", body
+    parts = error["loc"][1:]  # without "body"
+    for i, part in enumerate(parts):
+        is_missing = error["type"] == "missing" and i == len(parts) - 1
+        if isinstance(value, dict) and isinstance(part, str) and (part in value or is_missing):
+            path += f".{part}" if _NAME.fullmatch(part) else f"[{json.dumps(part)}]"
+            value = value.get(part)
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            path += f"[{part}]"
+            value = value[part]
+    return path.removeprefix(".")
+
+
+def _is_inside(path: str, other: str) -> bool:
+    return not other or (path.startswith(other) and path[len(other)] in ".[")
+
+
+def _wrong(errors: Sequence[dict[str, Any]]) -> str:
+    """What is wrong with one value, and what is allowed."""
+    # A value of one alternative's type was meant for that one.
+    errors = [e for e in errors if e["type"] not in _TYPES] or errors
+    allowed, others = [], []
+    for error in errors:
+        kind, context = error["type"], error.get("ctx", {})
+        if kind == "missing":
+            others.append("is required")
+        elif kind in _LENGTHS:
+            length = _LENGTHS[kind].format(**context)
+            others.append(f"must have a length of {length}, got {len(error['input'])}")
+        elif kind in _TYPES:
+            allowed.append(_TYPES[kind])
+        elif kind in _BOUNDS:
+            allowed.append(_BOUNDS[kind].format(**context))
+        else:
+            others.append(error["msg"].removeprefix("Value error, "))
+    if allowed:
+        choices = " or ".join(dict.fromkeys(allowed))
+        others.insert(0, f"must be {choices}, got {_shown(errors[0]['input'])}")
+    return "; ".join(dict.fromkeys(others))
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list | dict):
+        return "a list" if isinstance(value, list) else "an object"
+    if isinstance(value, int) and value.bit_length() > 128:
+        return "a longer number"
+    text = json.dumps(value[:_MAX_SHOWN] if isinstance(value, str) else value)
+    return f"{text}..." if isinstance(value, str) and len(value) > _MAX_SHOWN else text

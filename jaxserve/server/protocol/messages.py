@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 
 Id = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -34,8 +34,8 @@ class MessageToolCall(_Part):
 
 class Message(_Part):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
-    tool_calls: list[MessageToolCall] | None = None
+    content: str | Annotated[list[TextPart], FailFast()] | None = None
+    tool_calls: Annotated[list[MessageToolCall], FailFast()] | None = None
     tool_call_id: Id | None = None
 
     @property

@@ -6,7 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
+    FailFast,
     Field,
     PlainValidator,
     ValidationInfo,
@@ -85,6 +87,13 @@ _Prompt = (
 Prompt = Annotated[_Prompt, PlainValidator(_check_prompt, json_schema_input_type=_Prompt)]
 
 
+def _check_num_biases(value: Any) -> Any:
+    """pydantic would look at each of them first."""
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIASES:
+        raise ValueError(f"must have a length of at most {MAX_LOGIT_BIASES}, got {len(value)}")
+    return value
+
+
 class _Body(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -118,6 +127,7 @@ class _SamplingBody(_Body):
     logit_bias: (
         Annotated[
             dict[str, Annotated[float, Field(ge=-100, le=100)]],
+            BeforeValidator(_check_num_biases),
             Field(max_length=MAX_LOGIT_BIASES),
         ]
         | None
@@ -131,12 +141,12 @@ class _SamplingBody(_Body):
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     allowed_token_ids: (
-        Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)] | None
+        Annotated[TokenIds, Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)] | None
     ) = None
     bad_words: (
         Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=64)]
@@ -226,7 +236,7 @@ class CompletionRequest(_SamplingBody):
 
 class _ChatBody(_Body):
     model: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), FailFast()]
     add_generation_prompt: bool | None = None
     """None: unless the last message is to be continued."""
     continue_final_message: bool = False

@@ -6,13 +6,17 @@ Chunks of a stream are made for every token, so they are plain dicts, encoded on
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
 from jaxserve.outputs import Logprob, OutputDelta
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.protocol.responses import Usage
 from jaxserve.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jaxserve.server.protocol.requests import ChatCompletionRequest, CompletionRequest
 
 LEAST_LOGPROB = -9999.0
 """JSON has no infinity."""
@@ -71,33 +75,31 @@ def _join(deltas: Sequence[OutputDelta]) -> OutputDelta:
     )
 
 
-class Shaper(ABC):
-    """One HTTP request's answer, streamed or whole. `request_ids` are the engine's, one a prompt;
-    each has `n` sequences."""
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one HTTP request asks of the engine. `request_ids` are the engine's, one a prompt; each
+    has `params.n` sequences."""
+
+    request_ids: Sequence[str]
+    prompts: Sequence[EncodedPrompt]
+    params: SamplingParams
+
+
+class Shaper[R: CompletionRequest | ChatCompletionRequest](ABC):
+    """One HTTP request's answer, streamed or whole."""
 
     chunk_object: ClassVar[str]
     whole_object: ClassVar[str]
 
-    def __init__(
-        self,
-        head: Head,
-        request_ids: Sequence[str],
-        prompts: Sequence[EncodedPrompt],
-        n: int,
-        tokenizer: Tokenizer,
-        *,
-        include_usage: bool = False,
-        continuous_usage: bool = False,
-    ) -> None:
+    def __init__(self, request: R, batch: Batch, head: Head, tokenizer: Tokenizer) -> None:
         self.head = head
-        self.prompts = prompts
-        self.n = n
-        self.tokenizer = tokenizer
-        self._include_usage = include_usage
-        self._continuous_usage = continuous_usage
-        self._prompt_index = {request_id: i for i, request_id in enumerate(request_ids)}
-        self._num_cached_tokens = [0] * len(prompts)
-        self._num_output_tokens = [0] * len(prompts) * n
+        self.batch = batch
+        self._request = request
+        self._tokenizer = tokenizer
+        self._n = batch.params.n
+        self._prompt_index = {request_id: i for i, request_id in enumerate(batch.request_ids)}
+        self._num_cached_tokens = [0] * len(batch.prompts)
+        self._num_output_tokens = [0] * len(batch.prompts) * self._n
 
     @abstractmethod
     def choices(self, delta: OutputDelta, prompt_index: int) -> Iterator[dict[str, Any]]:
@@ -109,7 +111,7 @@ class Shaper(ABC):
 
     def place(self, delta: OutputDelta, prompt_index: int) -> int:
         """The choice's index in the answer."""
-        return prompt_index * self.n + delta.index
+        return prompt_index * self._n + delta.index
 
     def chunks(self, deltas: Sequence[OutputDelta]) -> bytes:
         """The events that tell what `deltas` add; none if there is nothing to show yet."""
@@ -124,14 +126,15 @@ class Shaper(ABC):
                     "model": self.head.model,
                     "choices": [choice],
                 }
-                if self._include_usage:
-                    body["usage"] = self._choice_usage(delta) if self._continuous_usage else None
+                if self._request.include_usage:
+                    is_due = self._request.continuous_usage
+                    body["usage"] = self._choice_usage(delta) if is_due else None
                 events.append(event(body))
         return b"".join(events)
 
     def end(self) -> bytes:
         """The last events of a stream."""
-        if not self._include_usage:
+        if not self._request.include_usage:
             return DONE
         body = {
             "id": self.head.id,
@@ -146,7 +149,7 @@ class Shaper(ABC):
     def whole(self, deltas: Sequence[OutputDelta]) -> dict[str, Any]:
         """The answer from all deltas of its request."""
         merged = {self.place(d, self._count(d)): d for d in merge_deltas(deltas)}
-        choices = [self.whole_choice(merged[place], place // self.n) for place in sorted(merged)]
+        choices = [self.whole_choice(merged[place], place // self._n) for place in sorted(merged)]
         return {
             "id": self.head.id,
             "object": self.whole_object,
@@ -157,7 +160,7 @@ class Shaper(ABC):
         }
 
     def usage(self) -> Usage:
-        num_prompt = sum(len(prompt.token_ids) for prompt in self.prompts)
+        num_prompt = sum(len(prompt.token_ids) for prompt in self.batch.prompts)
         num_output = sum(self._num_output_tokens)
         return {
             "prompt_tokens": num_prompt,
@@ -168,7 +171,7 @@ class Shaper(ABC):
 
     def _choice_usage(self, delta: OutputDelta) -> Usage:
         prompt_index = self._prompt_index[delta.request_id]
-        num_prompt = len(self.prompts[prompt_index].token_ids)
+        num_prompt = len(self.batch.prompts[prompt_index].token_ids)
         num_output = self._num_output_tokens[self.place(delta, prompt_index)]
         return {
             "prompt_tokens": num_prompt,

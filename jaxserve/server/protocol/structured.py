@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 
 from jaxserve.sampling_params import MAX_GRAMMAR_BYTES, StructuredOutputsParams
 
@@ -45,7 +45,7 @@ class StructuredOutputs(_Part):
 
     json_: Annotated[Text | dict[str, Any] | None, Field(alias="json")] = None
     regex: Text | None = None
-    choice: Annotated[list[Text], Field(min_length=1)] | None = None
+    choice: Annotated[list[Text], Field(min_length=1), FailFast()] | None = None
     grammar: Text | None = None
     json_object: bool | None = None
     disable_any_whitespace: bool = False
