@@ -205,6 +205,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _validation_error(request: Request, error: RequestValidationError) -> Response:
+    if isinstance(error.body, bytes):  # never parsed
+        return error_response(ApiError(415, "the Content-Type must be application/json"))
     return error_response(from_validation(error.errors(), error.body))
 
 

@@ -223,6 +223,15 @@ def test_random_bodies_are_never_the_servers_fault(fake):
     assert statuses >= {200, 400}
 
 
+def test_a_body_that_is_not_called_json(fake):
+    for kind in ("text/plain", "application/x-www-form-urlencoded"):
+        response = fake.http.post(
+            "/v1/completions", content=json.dumps(GOOD), headers={"Content-Type": kind}
+        )
+        assert "application/json" in check_error(response, 415)["message"]
+    check_alive(fake)
+
+
 def test_wrong_paths_and_methods(fake):
     check_error(fake.http.get("/v1/nothing"), 404)
     check_error(fake.http.get("/v1/completions"), 405)

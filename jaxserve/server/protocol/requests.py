@@ -40,6 +40,7 @@ MAX_STOPS = 64
 MAX_LOGIT_BIASES = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_ALLOWED_TOKEN_IDS = 1 << 18
+MAX_DETOKENIZED = 1 << 22
 DEFAULT_MAX_TOKENS = 16
 """Of a completion, as OpenAI has it; a chat answer goes on to the model's limit."""
 
@@ -66,18 +67,22 @@ def _check_prompt(value: Any) -> Any:
 _TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 
 
-def _check_token_ids(value: Any) -> Any:
-    """All at once, for the same reason."""
-    if not isinstance(value, list) or set(map(type, value)) - {int}:
-        raise ValueError("must be a list of token ids")
-    if value and not 0 <= min(value) <= max(value) <= MAX_TOKEN_ID:
-        raise ValueError(f"must be token ids from 0 to {MAX_TOKEN_ID}")
-    return value
+def _token_ids(least: int, most: int) -> Any:
+    """The type of a list of so many token ids, checked all at once for the same reason."""
+
+    def check(value: Any) -> Any:
+        if not isinstance(value, list) or set(map(type, value)) - {int}:
+            raise ValueError("must be a list of token ids")
+        if value and not 0 <= min(value) <= max(value) <= MAX_TOKEN_ID:
+            raise ValueError(f"must be token ids from 0 to {MAX_TOKEN_ID}")
+        if not least <= len(value) <= most:
+            raise ValueError(f"must have a length of {least} to {most}, got {len(value)}")
+        return value
+
+    declared = Annotated[list[TokenId], Field(min_length=least, max_length=most)]
+    return Annotated[list[TokenId], PlainValidator(check, json_schema_input_type=declared)]
 
 
-TokenIds = Annotated[
-    list[TokenId], PlainValidator(_check_token_ids, json_schema_input_type=list[TokenId])
-]
 _Prompt = (
     str
     | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
@@ -141,13 +146,11 @@ class _SamplingBody(_Body):
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    stop_token_ids: _token_ids(0, MAX_STOP_TOKEN_IDS) | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    allowed_token_ids: (
-        Annotated[TokenIds, Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)] | None
-    ) = None
+    allowed_token_ids: _token_ids(1, MAX_ALLOWED_TOKEN_IDS) | None = None
     bad_words: (
         Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=64)]
         | None
@@ -363,4 +366,4 @@ class TokenizeChatRequest(_ChatBody):
 
 class DetokenizeRequest(_Body):
     model: str | None = None
-    tokens: TokenIds
+    tokens: _token_ids(0, MAX_DETOKENIZED)
