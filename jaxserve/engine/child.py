@@ -259,5 +259,6 @@ def _info(engine: "Engine") -> EngineInfo:
         block_size=engine.scheduler_config.block_size,
         kv_capacity_tokens=engine.kv_capacity_tokens,
         enable_prefix_caching=engine.scheduler_config.enable_prefix_caching,
+        scheduling_policy=engine.scheduler_config.policy,
         startup_s=engine.startup_s,
     )

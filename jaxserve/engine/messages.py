@@ -31,6 +31,7 @@ class EngineInfo:
     block_size: int
     kv_capacity_tokens: int
     enable_prefix_caching: bool
+    scheduling_policy: Literal["fcfs", "priority"]
     startup_s: dict[str, float]
     """Seconds of each phase of the start."""
 

@@ -22,6 +22,8 @@ def with_limits(document: dict[str, Any], info: EngineInfo) -> dict[str, Any]:
         for field, value in schema["properties"].items():
             if field in maximum:
                 _limit_integers(value, maximum[field])
+            if field == "priority" and info.scheduling_policy != "priority":
+                value["minimum"] = value["maximum"] = 0
             if field == "logit_bias":
                 keys = {"pattern": decimals_up_to(info.vocab_size - 1)}
                 _mapping_of(value)["propertyNames"] = keys

@@ -39,7 +39,7 @@ class Remote(EngineClient):
         self.lose = self._lose
 
     async def start(self):
-        return EngineInfo(self.platform, 128, 8, 20, 256, 1000, 16, 16000, True, {})
+        return EngineInfo(self.platform, 128, 8, 20, 256, 1000, 16, 16000, True, "fcfs", {})
 
     async def reset_prefix_cache(self):
         self.resets += 1

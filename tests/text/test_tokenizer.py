@@ -90,11 +90,9 @@ def test_chat_template_gets_variables_but_not_the_calls_own(byte_level):
     template = "{{ messages[0].content }}{{ color }}{{ bos_token }}"
     rendered = byte_level.render_chat(messages, chat_template=template, variables={"color": "red"})
     assert rendered == "ared<s>"
-    for name in ("chat_template", "tools", "tokenize", "messages", "conversation"):
+    for name in ("chat_template", "tools", "tokenize", "messages", "conversation", "self"):
         with pytest.raises(ValueError, match=f"chat_template_kwargs must not set {name}"):
             byte_level.render_chat(messages, variables={"color": "red", name: "x"})
-    with pytest.raises(ValueError, match="cannot take the messages"):
-        byte_level.render_chat(messages, variables={"self": 1})
     deep = []
     for _ in range(10**5):
         deep = [deep]
