@@ -26,6 +26,9 @@ from jaxserve.sampling import load_slot, new_slot_state, num_mask_words
 from sharding import KV_CACHE_SPEC, shardings
 
 COMPILE_THREADS = 16
+_GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
+"""Products of few tokens are our own kernels', those of many cuBLAS's first choice: timing all
+choices for each product of each program takes minutes."""
 
 
 @dataclass(frozen=True)
@@ -126,12 +129,14 @@ def compile_programs(
     Buckets of decode rows alone (a row for each token) get `num_decode_steps` in one program too.
     """
     replicated = NamedSharding(mesh, P())
+    on_gpu = mesh.devices.flat[0].platform == "gpu"
+    options = _GPU_OPTIONS if on_gpu else None
 
     def compile_step(layout: BatchLayout, num_steps: int) -> Callable:
         def compile_it() -> jax.stages.Compiled:
             step = make_step(definition, mesh, layout, num_steps)
             arguments = abstract_arguments(definition, mesh, layout, num_blocks, max_num_seqs)
-            return step.lower(*arguments).compile()
+            return step.lower(*arguments).compile(compiler_options=options)
 
         return cache.load_or_compile(compile_it, "step", layout, num_steps, num_blocks)
 
@@ -147,7 +152,7 @@ def compile_programs(
         queries = struct((tile_size(layout), 2), jnp.int32)
         program = make_logprobs(definition, mesh, max_logprobs)
         return cache.load_or_compile(
-            lambda: program.lower(params, hidden, sampled, queries).compile(),
+            lambda: program.lower(params, hidden, sampled, queries).compile(options),
             "logprobs",
             layout,
             max_logprobs,
