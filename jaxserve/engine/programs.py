@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 
 import jax
 import jax.numpy as jnp
@@ -131,12 +132,17 @@ def compile_programs(
     replicated = NamedSharding(mesh, P())
     on_gpu = mesh.devices.flat[0].platform == "gpu"
     options = _GPU_OPTIONS if on_gpu else None
+    # Tracing holds the interpreter's lock in any case, and one after another they find the Triton
+    # kernels that those before have compiled. XLA compiles outside of it.
+    lowering = Lock()
 
     def compile_step(layout: BatchLayout, num_steps: int) -> Callable:
         def compile_it() -> jax.stages.Compiled:
             step = make_step(definition, mesh, layout, num_steps)
             arguments = abstract_arguments(definition, mesh, layout, num_blocks, max_num_seqs)
-            return step.lower(*arguments).compile(compiler_options=options)
+            with lowering:
+                lowered = step.lower(*arguments)
+            return lowered.compile(options)
 
         return cache.load_or_compile(compile_it, "step", layout, num_steps, num_blocks)
 
@@ -150,13 +156,14 @@ def compile_programs(
         hidden = struct((num_tokens, definition.config.hidden_size), definition.dtype)
         sampled = struct((1, num_rows), jnp.int32)
         queries = struct((tile_size(layout), 2), jnp.int32)
-        program = make_logprobs(definition, mesh, max_logprobs)
-        return cache.load_or_compile(
-            lambda: program.lower(params, hidden, sampled, queries).compile(options),
-            "logprobs",
-            layout,
-            max_logprobs,
-        )
+
+        def compile_it() -> jax.stages.Compiled:
+            program = make_logprobs(definition, mesh, max_logprobs)
+            with lowering:
+                lowered = program.lower(params, hidden, sampled, queries)
+            return lowered.compile(options)
+
+        return cache.load_or_compile(compile_it, "logprobs", layout, max_logprobs)
 
     with ThreadPoolExecutor(COMPILE_THREADS) as pool:
 
