@@ -220,12 +220,15 @@ def _interpret(*args, kernel, out_type, grid, num_warps=4, num_stages=3, **const
         pytest.skip("Triton's interpreter multiplies the bits of bfloat16 matrices")
     refs = [arg for arg in args if isinstance(arg, jax.Ref)]
     hosts = {id(ref): np.array(ref[...]) for ref in refs}
-    operands = []
-    for arg in args:
+
+    def operand(arg):
+        if isinstance(arg, tuple):
+            return tuple(operand(part) for part in arg)
         if isinstance(arg, jax.Ref):
-            operands.append(_HostTensor(hosts[id(arg)]))
-        else:
-            operands.append(_HostTensor(np.array(arg)) if isinstance(arg, jax.Array) else arg)
+            return _HostTensor(hosts[id(arg)])
+        return _HostTensor(np.array(arg)) if isinstance(arg, jax.Array) else arg
+
+    operands = [operand(arg) for arg in args]
     outs = jax.tree.map(_poison, out_type)
     operands += [_HostTensor(out) for out in jax.tree.leaves(outs)]
     kernel[grid](*operands, **constants)
