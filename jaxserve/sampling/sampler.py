@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32
 
 from jaxserve.sampling_params import MIN_TEMPERATURE
-from pallas_kernels.sample_tokens import IN_OUTPUT, SamplingRows, SlotState, sample_tokens
+from pallas_kernels.sample_tokens import SamplingRows, SlotState, sample_tokens
 
 
 class TokenLogprobs(NamedTuple):
@@ -40,22 +40,7 @@ def sample(
     *,
     impl: Literal["reference", "triton"],
 ) -> tuple[Int32[Array, "B"], SlotState]:
-    """One token a row (see `sample_tokens`), and the slots with it added in rows that sample; the
-    tokens of other rows mean nothing. Temperatures under MIN_TEMPERATURE are greedy."""
+    """`sample_tokens`, with temperatures under MIN_TEMPERATURE made greedy."""
     greedy = rows.temperature < MIN_TEMPERATURE
     rows = rows._replace(temperature=jnp.where(greedy, 0, rows.temperature))
-    token_ids = sample_tokens(logits, rows, state, token_masks, impl=impl)
-    return token_ids, _remember(token_ids, rows, state)
-
-
-def _remember(token_ids: Int32[Array, "B"], rows: SamplingRows, state: SlotState) -> SlotState:
-    no_slot = len(state.last_token)
-    slots = jnp.where(rows.samples, rows.slots, no_slot)
-    recent = jnp.concatenate([state.recent_tokens[rows.slots][:, 1:], token_ids[:, None]], axis=1)
-    flags = state.token_flags[rows.slots, token_ids] | jnp.uint8(IN_OUTPUT)
-    return state._replace(
-        last_token=state.last_token.at[slots].set(token_ids, mode="drop"),
-        token_flags=state.token_flags.at[slots, token_ids].set(flags, mode="drop"),
-        output_counts=state.output_counts.at[slots, token_ids].add(1, mode="drop"),
-        recent_tokens=state.recent_tokens.at[slots].set(recent, mode="drop"),
-    )
+    return sample_tokens(logits, rows, state, token_masks, impl=impl)

@@ -15,8 +15,9 @@ def sample_tokens(
     token_masks: Int32[Array, "B W"],
     *,
     impl: Literal["reference", "triton"],
-) -> Int32[Array, "B"]:
-    """One token a row, each row by its own parameters; computed in float32.
+) -> tuple[Int32[Array, "B"], SlotState]:
+    """One token a row, each row by its own parameters, computed in float32; and the slots with it
+    noted, of rows that sample.
 
     The order is vLLM's: min_tokens, logit_bias and allowed_token_ids, bad_words, the grammar's
     mask, penalties; then the argmax (the lowest id where several tie), or temperature, min_p,

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
 from pallas_kernels.sample_tokens.arrays import (
+    IN_OUTPUT,
     IN_PROMPT,
     IS_STOP,
     MASK_WORD_BITS,
@@ -26,7 +27,7 @@ def sample_tokens(
     rows: SamplingRows,
     state: SlotState,
     token_masks: Int32[Array, "B W"],
-) -> Int32[Array, "B"]:
+) -> tuple[Int32[Array, "B"], SlotState]:
     logits = logits.astype(jnp.float32)
     random = rows.samples & (rows.temperature > 0)
     penalised = rows.samples & (
@@ -47,7 +48,8 @@ def sample_tokens(
         drawn = _if_any(random, _perturb, final, rows, random)
         return jnp.argmax(drawn, axis=-1).astype(jnp.int32)
 
-    return jax.lax.cond(jnp.any(random | penalised | banned), shaped, plain)
+    token_ids = jax.lax.cond(jnp.any(random | penalised | banned), shaped, plain)
+    return token_ids, _remember(token_ids, rows, state)
 
 
 def _if_any(condition: Bool[Array, "B"], change, logits: Logits, *operands) -> Logits:
@@ -132,6 +134,19 @@ def _perturb(logits: Logits, rows: SamplingRows, random: Bool[Array, "B"]) -> Lo
 
     noisy = scores + jax.vmap(noise)(rows.seed, rows.output_index)
     return jnp.where(random[:, None], noisy, logits)
+
+
+def _remember(token_ids: Int32[Array, "B"], rows: SamplingRows, state: SlotState) -> SlotState:
+    no_slot = len(state.last_token)
+    slots = jnp.where(rows.samples, rows.slots, no_slot)
+    recent = jnp.concatenate([state.recent_tokens[rows.slots][:, 1:], token_ids[:, None]], axis=1)
+    flags = state.token_flags[rows.slots, token_ids] | jnp.uint8(IN_OUTPUT)
+    return state._replace(
+        last_token=state.last_token.at[slots].set(token_ids, mode="drop"),
+        token_flags=state.token_flags.at[slots, token_ids].set(flags, mode="drop"),
+        output_counts=state.output_counts.at[slots, token_ids].add(1, mode="drop"),
+        recent_tokens=state.recent_tokens.at[slots].set(recent, mode="drop"),
+    )
 
 
 def _unpack_masks(masks: Int32[Array, "B W"], vocab_size: int) -> Bool[Array, "B V"]:

@@ -1,11 +1,12 @@
-"""Sampling in two launches, neither of which sorts.
+"""Sampling in three launches, none of which sorts.
 
-`_summarise` reads the logits, as every part of a row's parameters changes them, and keeps the
-highest of each block of BLOCK tokens. `_choose` reads these maxima and then only the blocks that
-can hold the row's token: the k-th highest maximum is no more than the k-th highest logit, so top-k
-lies in the blocks that reach it; top-p, in as many of the highest blocks as hold its mass; and no
-noise lifts a token by more than MAX_NOISE, so an untruncated draw lies within that of the best. All
-is exact, whatever the distribution: a flat one costs more reading, not a different program.
+`_summarise` reads the logits, as a row's bans and penalties change them, and keeps the highest of
+each block of BLOCK tokens. `_gather` reads these maxima, and then only the blocks that can hold the
+row's token: the k-th highest maximum is no more than the k-th highest logit, so top-k lies in the
+blocks that reach it; top-p, in as many of the highest blocks as hold its mass; and no noise lifts a
+token by more than _MAX_NOISE, so an uncut draw lies that close to the best. `_finish` cuts what was
+gathered, draws, and notes the token in the row's slot. All is exact whatever the distribution: a
+flat one costs more reading, not another program.
 """
 
 import jax
@@ -25,13 +26,13 @@ from pallas_kernels.triton_import import jax_triton, tl, triton
 
 BLOCK = 128
 """Tokens of which one maximum is kept."""
-TILE = 32
-"""Blocks that are read at once."""
+TILE = 16
+"""Blocks that a program reads at once."""
 MAX_PROGRAMS = 528
-"""Of `_choose`, beyond one a row: four for each multiprocessor of the largest GPU."""
+"""Of `_gather`, beyond one a row: four for each multiprocessor of the largest GPU."""
 MAX_SHARES = 32
 
-# What a row asks for, in bits; and where its parameters lie.
+# What a row asks for, in bits.
 _SAMPLES = tl.constexpr(1)
 _RANDOM = tl.constexpr(2)
 _BIAS = tl.constexpr(4)
@@ -40,8 +41,23 @@ _STOP_TOKENS = tl.constexpr(16)
 _GRAMMAR = tl.constexpr(32)
 _REPETITION = tl.constexpr(64)
 _COUNTED = tl.constexpr(128)
-_NEEDS_MASS = tl.constexpr(256)
+_CUT = tl.constexpr(256)
+_BLOCK_MASSES = tl.constexpr(512)
 _OTHER_BANS = tl.constexpr(4 | 8 | 16)
+
+# Where a row's parameters lie.
+_SLOT = tl.constexpr(0)
+_KIND = tl.constexpr(1)
+_TEMPERATURE = tl.constexpr(2)
+_TOP_P = tl.constexpr(3)
+_TOP_K = tl.constexpr(4)
+_MIN_P = tl.constexpr(5)
+_PRESENCE_PENALTY = tl.constexpr(6)
+_FREQUENCY_PENALTY = tl.constexpr(7)
+_REPETITION_PENALTY = tl.constexpr(8)
+_SEED_HIGH = tl.constexpr(9)
+_SEED_LOW = tl.constexpr(10)
+_OUTPUT_INDEX = tl.constexpr(11)
 _NUM_PARAMS = tl.constexpr(12)
 
 _IN_PROMPT = tl.constexpr(IN_PROMPT)
@@ -54,10 +70,9 @@ _MAX_NOISE = tl.constexpr(16.0)
 """Over the highest Gumbel noise, -log(-log(1 - 2**-23)) = 15.95."""
 _FIRST_REACH = tl.constexpr(128)
 """Blocks that are tried first for top-p."""
-_DIGITS = tl.constexpr(16)
-_SEARCH_TILE = tl.constexpr(512)
-_ALL = tl.constexpr(0xFFFFFFFF)
-"""The cut that keeps everything."""
+_NUM_DIGITS = tl.constexpr(16)
+_SEARCH_TILE = tl.constexpr(256)
+_KEEP_ALL = tl.constexpr(0xFFFFFFFF)
 
 
 def sample_tokens(
@@ -65,13 +80,14 @@ def sample_tokens(
     rows: SamplingRows,
     state: SlotState,
     token_masks: Int32[Array, "B W"],
-) -> Int32[Array, "B"]:
+) -> tuple[Int32[Array, "B"], SlotState]:
     num_rows, vocab_size = logits.shape
     num_blocks = triton.cdiv(vocab_size, BLOCK)
     num_words, word_length = state.bad_words.shape[1:]
+    params = _pack(rows)
     inputs = (
         logits,
-        _pack(rows),
+        params,
         state.logit_bias,
         state.token_flags,
         state.output_counts,
@@ -88,42 +104,74 @@ def sample_tokens(
         "BLOCK": BLOCK,
         "TILE": TILE,
     }
-    by_block = jax.ShapeDtypeStruct((num_rows, num_blocks), jnp.float32)
+
+    def array(dtype, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((num_rows, *shape), dtype)
+
     # A row's programs each offer 64 bits, score over inverted id: the highest offer wins.
     maxima, masses, offers = jax_triton.triton_call(
         inputs,
         kernel=_summarise,
-        out_type=(by_block, by_block, jax.ShapeDtypeStruct((num_rows, 2), jnp.uint32)),
+        out_type=(
+            array(jnp.float32, 2, num_blocks),
+            array(jnp.float32, 2, num_blocks),
+            array(jnp.uint32, 2),
+        ),
         grid=(triton.cdiv(num_blocks, TILE), num_rows),
         num_warps=4,
         **sizes,
     )
     shares = min(max(MAX_PROGRAMS // num_rows, 1), MAX_SHARES)
     offers = jax.new_ref(offers)
-    jax_triton.triton_call(
+    scores, token_ids, num_gathered, _, _ = jax_triton.triton_call(
         inputs,
-        jax.new_ref(maxima),
-        jax.new_ref(masses),
+        maxima,
+        masses,
         offers,
-        kernel=_choose,
+        kernel=_gather,
         out_type=(
-            jax.ShapeDtypeStruct((num_rows, shares, num_blocks), jnp.int32),
-            jax.ShapeDtypeStruct((num_rows, vocab_size), jnp.float32),
-            jax.ShapeDtypeStruct((num_rows, vocab_size), jnp.int32),
+            array(jnp.float32, vocab_size),
+            array(jnp.int32, vocab_size),
+            array(jnp.int32),
+            array(jnp.float32, num_blocks),
+            array(jnp.int32, shares, num_blocks),
         ),
         grid=(num_rows, shares),
         num_warps=8,
         BLOCKS_PAD=triton.next_power_of_2(num_blocks),
         **sizes,
     )
-    return (~jax.freeze(offers)[:, 0]).astype(jnp.int32)
+    # What the two launches before have read, this one writes.
+    memory = (state.last_token, state.token_flags, state.output_counts, state.recent_tokens)
+    refs = tuple(jax.new_ref(array) for array in memory)
+    (chosen,) = jax_triton.triton_call(
+        params,
+        jax.freeze(offers),
+        scores,
+        token_ids,
+        num_gathered,
+        *refs,
+        kernel=_finish,
+        out_type=(array(jnp.int32),),
+        grid=(num_rows,),
+        num_warps=4,
+        V=vocab_size,
+        RECENT=word_length - 1,
+        RECENT_PAD=triton.next_power_of_2(word_length - 1),
+    )
+    last_token, token_flags, output_counts, recent_tokens = (jax.freeze(ref) for ref in refs)
+    return chosen, state._replace(
+        last_token=last_token,
+        token_flags=token_flags,
+        output_counts=output_counts,
+        recent_tokens=recent_tokens,
+    )
 
 
 def _pack(rows: SamplingRows) -> Int32[Array, "B params"]:
     """A row's parameters side by side."""
     random = rows.temperature > 0
-    counted = (rows.presence_penalty != 0) | (rows.frequency_penalty != 0)
-    needs_mass = random & (rows.top_k == 0) & (rows.min_p == 0) & (rows.top_p < 1)
+    cut = random & ((rows.top_k > 0) | (rows.top_p < 1))
     asked = (
         (_SAMPLES, rows.samples),
         (_RANDOM, random),
@@ -132,8 +180,9 @@ def _pack(rows: SamplingRows) -> Int32[Array, "B params"]:
         (_STOP_TOKENS, rows.mask_stop_tokens),
         (_GRAMMAR, rows.has_grammar),
         (_REPETITION, rows.repetition_penalty != 1),
-        (_COUNTED, counted),
-        (_NEEDS_MASS, needs_mass),
+        (_COUNTED, (rows.presence_penalty != 0) | (rows.frequency_penalty != 0)),
+        (_CUT, cut),
+        (_BLOCK_MASSES, cut & (rows.top_k == 0) & (rows.min_p == 0)),
     )
     columns = (
         rows.slots,
@@ -167,25 +216,43 @@ def _summarise(
     TILE: tl.constexpr,
 ):
     """The maxima of one tile of blocks and, for top-p, their masses."""
-    tile = tl.program_id(0)
+    sizes: tl.constexpr = (V, MASK_WORDS, WORDS, LENGTH)
     row = tl.program_id(1).to(tl.int64)
-    kind = _integer(inputs, row, 1)
-    if tile == 0:
-        _offer(offers, row, float("-inf"), 0, False)
+    kind = _integer(inputs[1], row, _KIND)
+    if tl.program_id(0) == 0:
+        _offer(offers, row, float("-inf"), 0)
+    planes = 0
     if kind & _SAMPLES != 0:
-        sizes: tl.constexpr = (V, MASK_WORDS, WORDS, LENGTH, NUM_BLOCKS, BLOCK, TILE)
-        _summarise_tile(tile, row, kind, inputs, maxima, masses, sizes)
+        planes = 1
+        if (kind & _GRAMMAR != 0) & (kind & _OTHER_BANS != 0):
+            planes = 2
+    block = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    token = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    for plane in range(planes):
+        # The second is for a row that the other bans leave nothing of what the grammar allows.
+        kinds = tl.where(plane == 0, kind, kind & ~_OTHER_BANS)
+        x = _shaped(token, token < V, row, kinds, inputs, sizes)
+        highest = tl.max(x, axis=1)
+        place = (row * 2 + plane) * NUM_BLOCKS + block
+        tl.store(maxima + place, highest, mask=block < NUM_BLOCKS)
+        if kind & _BLOCK_MASSES != 0:
+            rate = 1.0 / _number(inputs[1], row, _TEMPERATURE)
+            origin = tl.where(highest > float("-inf"), highest, 0.0)
+            mass = tl.sum(tl.exp((x - origin[:, None]) * rate), axis=1)
+            tl.store(masses + place, mass, mask=block < NUM_BLOCKS)
 
 
 @triton.jit
-def _choose(
+def _gather(
     inputs,
     maxima,
     masses,
     offers,
+    gathered,
+    gathered_ids,
+    num_gathered,
+    block_scores,
     listed,
-    candidates,
-    candidate_ids,
     V: tl.constexpr,
     MASK_WORDS: tl.constexpr,
     WORDS: tl.constexpr,
@@ -195,286 +262,217 @@ def _choose(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """A row's token. Only draws without top-k and top-p are shared between several programs."""
-    sizes: tl.constexpr = (V, MASK_WORDS, WORDS, LENGTH, NUM_BLOCKS, BLOCK, TILE)
+    """The token of a row without top-k and top-p, or else the tokens that they may keep.
+
+    Each round reads a list of blocks. The first of a row without cuts holds the block of the
+    highest logit: a greedy row is done then, and a draw's second round, which the row's programs
+    share, need not look for less than it has. A row with cuts gathers tokens, in the order of
+    their ids; for top-p alone it tries again with more blocks until they hold enough mass.
+    """
+    sizes: tl.constexpr = (V, MASK_WORDS, WORDS, LENGTH)
     row = tl.program_id(0).to(tl.int64)
     share = tl.program_id(1)
-    kind = _integer(inputs, row, 1)
-    top_k = _integer(inputs, row, 4)
-    top_p = _number(inputs, row, 3)
-    cuts = (top_k > 0) | (top_p < 1)
-    # A row with a grammar may summarise anew, which others must not see half done.
-    alone = (kind & _RANDOM == 0) | (kind & _GRAMMAR != 0) | cuts
-    if (kind & _SAMPLES != 0) & ((share == 0) | (not alone)):
+    kind = _integer(inputs[1], row, _KIND)
+    random = kind & _RANDOM != 0
+    cuts = kind & _CUT != 0
+    if share == 0:
+        tl.store(num_gathered + row, 0)
+    if (kind & _SAMPLES != 0) & ((share == 0) | (random & (not cuts))):
         block = tl.arange(0, BLOCKS_PAD)
         exists = block < NUM_BLOCKS
-        row_maxima = maxima + row * NUM_BLOCKS
-        highest = tl.load(row_maxima + block, mask=exists, other=float("-inf"))
+        maxima += row * 2 * NUM_BLOCKS
+        masses += row * 2 * NUM_BLOCKS
+        highest = tl.load(maxima + block, mask=exists, other=float("-inf"))
         top = tl.max(highest, axis=0)
-        if (kind & _GRAMMAR != 0) & (kind & _OTHER_BANS != 0) & (top == float("-inf")):
+        if (top == float("-inf")) & (kind & _GRAMMAR != 0) & (kind & _OTHER_BANS != 0):
             # A wrong text is worse than one that breaks another parameter's rule.
             kind = kind & ~_OTHER_BANS
-            for tile in range((NUM_BLOCKS + TILE - 1) // TILE):
-                _summarise_tile(tile, row, kind, inputs, maxima, masses, sizes)
-            tl.debug_barrier()
-            highest = tl.load(row_maxima + block, mask=exists, other=float("-inf"))
+            masses += NUM_BLOCKS
+            highest = tl.load(maxima + NUM_BLOCKS + block, mask=exists, other=float("-inf"))
             top = tl.max(highest, axis=0)
         best_block = tl.min(tl.where(highest == top, block, NUM_BLOCKS - 1), axis=0)
-        token = best_block * BLOCK + tl.arange(0, BLOCK)
-        x = _shaped(token, token < V, row, kind, inputs, sizes)
-        if kind & _RANDOM == 0:
-            best, best_id = _best(x, token, V)
-            _offer(offers, row, best, best_id, False)
-        else:
-            finite = (top > float("-inf")) & (top < float("inf"))
-            top = tl.where(finite, top, 0.0)
-            listed += (row * tl.num_programs(1) + share) * NUM_BLOCKS
+        top = tl.where(tl.abs(top) < float("inf"), top, 0.0)
+        temperature = tl.where(random, _number(inputs[1], row, _TEMPERATURE), 1.0)
+        min_p = tl.where(random, _number(inputs[1], row, _MIN_P), 0.0)
+        top_scores = _scores(highest, top, temperature)
+        alive = (highest > float("-inf")) & (tl.exp(top_scores) >= min_p)
+
+        reach = NUM_BLOCKS + tl.zeros([], tl.int32)
+        wanted = tl.zeros([], tl.float32)
+        if cuts:
+            block_scores += row * NUM_BLOCKS
+            tl.store(block_scores + block, top_scores, mask=exists)
+            tl.debug_barrier()
+            top_k = _integer(inputs[1], row, _TOP_K)
+            if top_k > 0:
+                reach = tl.minimum(top_k, reach)
+            elif kind & _BLOCK_MASSES != 0:
+                mass = tl.load(masses + block, mask=exists, other=0.0)
+                mass = tl.sum(mass * tl.exp(top_scores), axis=0)
+                wanted = _number(inputs[1], row, _TOP_P) * mass
+                reach = tl.minimum(_FIRST_REACH, reach)
+
+        listed += (row * tl.num_programs(1) + share) * NUM_BLOCKS
+        gathered += row * V
+        gathered_ids += row * V
+        key = _row_key(inputs[1], row)
+        best = tl.full([], float("-inf"), tl.float32)
+        best_id = tl.zeros([], tl.int32)
+        num = tl.zeros([], tl.int32)
+        first = tl.zeros([], tl.int32)
+        stride = tl.full([], TILE, tl.int32)
+        round_ = tl.zeros([], tl.int32)
+        done = round_ > 0
+        while not done:
+            cut = tl.full([], _KEEP_ALL, tl.uint32)
+            chosen = alive
             if cuts:
-                best, best_id = _draw_truncated(
-                    row,
-                    kind,
-                    top,
-                    highest,
-                    row_maxima,
-                    masses + row * NUM_BLOCKS,
-                    listed,
-                    candidates + row * V,
-                    candidate_ids + row * V,
-                    inputs,
-                    sizes,
-                    BLOCKS_PAD,
-                )
-                _offer(offers, row, best, best_id, False)
+                if reach < NUM_BLOCKS:
+                    cut = _largest_key(block_scores, NUM_BLOCKS, cut, reach * 1.0, False)
+                chosen = alive & (_order(top_scores) <= cut)
+            elif round_ == 0:
+                chosen = block == best_block
             else:
-                stride = tl.where(alone, 1, tl.num_programs(1))
-                best, best_id = _draw(
-                    share,
-                    stride,
-                    row,
-                    kind,
-                    top,
-                    highest,
-                    x,
-                    token,
-                    listed,
-                    inputs,
-                    sizes,
-                    BLOCKS_PAD,
-                )
-                _offer(offers, row, best, best_id, True)
+                chosen = alive & (top_scores + _MAX_NOISE >= best)
+                first = share * TILE
+                stride = TILE * tl.num_programs(1)
+            one = chosen.to(tl.int32)
+            num_listed = tl.sum(one, axis=0)
+            tl.debug_barrier()  # The last round's list may still be read.
+            tl.store(listed + tl.cumsum(one, axis=0) - one, block, mask=chosen)
+            tl.debug_barrier()
+
+            num = tl.zeros([], tl.int32)
+            mass = tl.zeros([], tl.float32)
+            for start in range(first, num_listed, stride):
+                place = start + tl.arange(0, TILE)
+                blocks = tl.load(listed + place, mask=place < num_listed, other=NUM_BLOCKS)
+                token = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+                x = _shaped(token, token < V, row, kind, inputs, sizes)
+                scores = _scores(x, top, temperature)
+                weights = tl.exp(scores)
+                keep = (x > float("-inf")) & (weights >= min_p)
+                if cuts:
+                    keep = keep & (_order(scores) <= cut)
+                    ones = tl.ravel(keep.to(tl.int32))
+                    spot = tl.reshape(num + tl.cumsum(ones, axis=0) - ones, [TILE, BLOCK])
+                    tl.store(gathered + spot, scores, mask=keep)
+                    tl.store(gathered_ids + spot, token, mask=keep)
+                    num += tl.sum(ones, axis=0)
+                    mass += tl.sum(tl.ravel(tl.where(keep, weights, 0.0)), axis=0)
+                else:
+                    if random:
+                        scores += _gumbel(key, token)
+                    scores = tl.where(keep, scores, float("-inf"))
+                    best, best_id = _better(best, best_id, scores, token, V)
+            if cuts:
+                done = (mass >= wanted) | (reach == NUM_BLOCKS)
+                reach = tl.minimum(reach * 16, NUM_BLOCKS)
+            else:
+                done = (not random) | (round_ == 1)
+            round_ += 1
+        if cuts:
+            tl.store(num_gathered + row, num)
+        elif random:
+            _offer_shared(offers, row, best, best_id)
+        else:
+            _offer(offers, row, best, best_id)
 
 
 @triton.jit
-def _draw(
-    share,
-    stride,
-    row,
-    kind,
-    top,
-    highest,
-    top_logits,
-    top_tokens,
-    listed,
-    inputs,
-    sizes: tl.constexpr,
-    BLOCKS_PAD: tl.constexpr,
+def _finish(
+    params,
+    offers,
+    gathered,
+    gathered_ids,
+    num_gathered,
+    last_token,
+    token_flags,
+    output_counts,
+    recent_tokens,
+    chosen,
+    V: tl.constexpr,
+    RECENT: tl.constexpr,
+    RECENT_PAD: tl.constexpr,
 ):
-    """A draw from all tokens, or from those that min_p leaves; this program's share of it.
-
-    `top_logits` and `top_tokens`: the block of the highest logit. No lower than what is drawn from it alone can
-    the drawn score be, and so only blocks that noise can lift to there are read.
-    """
-    V: tl.constexpr = sizes[0]
-    NUM_BLOCKS: tl.constexpr = sizes[4]
-    BLOCK: tl.constexpr = sizes[5]
-    TILE: tl.constexpr = sizes[6]
-    temperature = _number(inputs, row, 2)
-    min_p = _number(inputs, row, 5)
-    key = _row_key(inputs, row)
-    bound, _ = _best(_noisy(top_logits, top_tokens, top, temperature, min_p, key), top_tokens, V)
-    scores = _scores(highest, top, temperature)
-    can_win = (scores + _MAX_NOISE >= bound) & (tl.exp(scores) >= min_p)
-    num_listed = _list(can_win & (highest > float("-inf")), listed, BLOCKS_PAD)
-    best = float("-inf")
-    best_id = 0
-    for start in range(share * TILE, num_listed, stride * TILE):
-        token, valid = _listed_tokens(start, num_listed, listed, V, NUM_BLOCKS, BLOCK, TILE)
-        x = _shaped(token, valid, row, kind, inputs, sizes)
-        noisy = _noisy(x, token, top, temperature, min_p, key)
-        best, best_id = _better(best, best_id, noisy, token, V)
-    return best, best_id
+    """Draw from what top-k and top-p keep of the gathered tokens, or take the highest offer; then
+    note the token in the row's slot."""
+    row = tl.program_id(0).to(tl.int64)
+    token = ~tl.load(offers + row * 2).to(tl.int32, bitcast=True)
+    num = tl.load(num_gathered + row)
+    if num > 0:
+        token = _draw(params, gathered + row * V, gathered_ids + row * V, row, num, V)
+    tl.store(chosen + row, token)
+    if _integer(params, row, _KIND) & _SAMPLES != 0:
+        slot = _integer(params, row, _SLOT).to(tl.int64)
+        tl.store(last_token + slot, token)
+        place = slot * V + token
+        tl.store(output_counts + place, tl.load(output_counts + place) + 1)
+        tl.store(token_flags + place, tl.load(token_flags + place) | _IN_OUTPUT)
+        index = tl.arange(0, RECENT_PAD)
+        place = recent_tokens + slot * RECENT + index
+        newer = tl.load(place + 1, mask=index < RECENT - 1, other=0)
+        tl.debug_barrier()  # A lane's neighbour has read before it writes.
+        tl.store(place, tl.where(index == RECENT - 1, token, newer), mask=index < RECENT)
 
 
 @triton.jit
-def _draw_truncated(
-    row,
-    kind,
-    top,
-    highest,
-    maxima,
-    masses,
-    listed,
-    candidates,
-    candidate_ids,
-    inputs,
-    sizes: tl.constexpr,
-    BLOCKS_PAD: tl.constexpr,
-):
-    """A draw from what top-k and top-p leave.
-
-    First the tokens that can be left are gathered, in the order of their ids; then the cuts are
-    searched among them.
-    """
-    V: tl.constexpr = sizes[0]
-    NUM_BLOCKS: tl.constexpr = sizes[4]
-    BLOCK: tl.constexpr = sizes[5]
-    TILE: tl.constexpr = sizes[6]
-    temperature = _number(inputs, row, 2)
-    top_p = _number(inputs, row, 3)
-    top_k = _integer(inputs, row, 4)
-    min_p = _number(inputs, row, 5)
-    block_scores = _scores(highest, top, temperature)
-    block_keys = _order(block_scores)
-
-    wanted = 0.0
-    reach = NUM_BLOCKS
-    if top_k > 0:
-        reach = tl.minimum(top_k, NUM_BLOCKS)
-    elif min_p == 0:
-        block = tl.arange(0, BLOCKS_PAD)
-        mass = tl.load(masses + block, mask=block < NUM_BLOCKS, other=0.0)
-        wanted = top_p * tl.sum(mass * tl.exp(block_scores), axis=0)
-        reach = tl.minimum(_FIRST_REACH, NUM_BLOCKS)
-
-    num = 0
-    complete = 0
-    while complete == 0:
-        cut = tl.full([], _ALL, tl.uint32)
-        if reach < NUM_BLOCKS:
-            cut = _largest_key(maxima, NUM_BLOCKS, top, temperature, cut, reach * 1.0, False)
-        can_hold = (block_keys <= cut) & (tl.exp(block_scores) >= min_p)
-        num_listed = _list(can_hold & (highest > float("-inf")), listed, BLOCKS_PAD)
-        num = 0
-        found = 0.0
-        for start in range(0, num_listed, TILE):
-            token, valid = _listed_tokens(start, num_listed, listed, V, NUM_BLOCKS, BLOCK, TILE)
-            x = _shaped(token, valid, row, kind, inputs, sizes)
-            scores = _scores(x, top, temperature)
-            weights = tl.exp(scores)
-            keep = (x > float("-inf")) & (_order(scores) <= cut) & (weights >= min_p)
-            one = tl.reshape(keep.to(tl.int32), [TILE * BLOCK])
-            place = tl.reshape(num + tl.cumsum(one, axis=0) - one, [TILE, BLOCK])
-            tl.store(candidates + place, x, mask=keep)
-            tl.store(candidate_ids + place, token, mask=keep)
-            num += tl.sum(one, axis=0)
-            found += tl.sum(tl.sum(tl.where(keep, weights, 0.0), axis=1), axis=0)
-        tl.debug_barrier()
-        if (found >= wanted) | (reach >= NUM_BLOCKS):
-            complete = 1
-        reach = tl.minimum(reach * 16, NUM_BLOCKS)
-
-    cut = tl.full([], _ALL, tl.uint32)
+def _draw(params, gathered, gathered_ids, row, num, V: tl.constexpr):
+    """A draw from what top-k and top-p keep of `num` scored tokens."""
+    top_k = _integer(params, row, _TOP_K)
+    top_p = _number(params, row, _TOP_P)
+    cut = tl.full([], _KEEP_ALL, tl.uint32)
     if (top_k > 0) & (top_k < num):
-        cut = _largest_key(candidates, num, top, temperature, cut, top_k * 1.0, False)
+        cut = _largest_key(gathered, num, cut, top_k * 1.0, False)
     if top_p < 1:
-        if (top_k > 0) | (min_p > 0):
-            wanted = top_p * _mass(candidates, num, top, temperature, cut)
-        cut = _largest_key(candidates, num, top, temperature, cut, wanted, True)
-
-    key = _row_key(inputs, row)
-    best = float("-inf")
-    best_id = 0
+        wanted = top_p * _mass(gathered, num, cut)
+        cut = _largest_key(gathered, num, cut, wanted, True)
+    key = _row_key(params, row)
+    best = tl.full([], float("-inf"), tl.float32)
+    best_id = tl.zeros([], tl.int32)
     for start in range(0, num, _SEARCH_TILE):
         place = start + tl.arange(0, _SEARCH_TILE)
-        x = tl.load(candidates + place, mask=place < num, other=float("-inf"))
-        token = tl.load(candidate_ids + place, mask=place < num, other=0)
-        noisy = _noisy(x, token, top, temperature, 0.0, key)
-        kept = (place < num) & (_order(_scores(x, top, temperature)) <= cut)
-        noisy = tl.where(kept, noisy, float("-inf"))
+        scores = tl.load(gathered + place, mask=place < num, other=float("-inf"))
+        token = tl.load(gathered_ids + place, mask=place < num, other=0)
+        kept = (place < num) & (_order(scores) <= cut)
+        noisy = tl.where(kept, scores + _gumbel(key, token), float("-inf"))
         best, best_id = _better(best, best_id, noisy, token, V)
-    return best, best_id
+    return best_id
 
 
 @triton.jit
-def _largest_key(values, num, top, temperature, limit, wanted, BY_MASS: tl.constexpr):
-    """The largest key such that entries of lower keys (of the first `num` values, those of keys up
-    to `limit`) are fewer, or have less mass, than `wanted`. Sixteen keys are tried at once, digit
-    by digit."""
-    digit = tl.arange(0, _DIGITS)
+def _largest_key(scores, num, limit, wanted, BY_MASS: tl.constexpr):
+    """The largest key such that entries of lower keys (of the `num` scores, those of keys up to
+    `limit`) are fewer, or have less mass, than `wanted`. Sixteen keys are tried at once, digit by
+    digit."""
+    digit = tl.arange(0, _NUM_DIGITS)
     cut = tl.zeros([], tl.uint32)
     for round_ in range(8):
         shift = 28 - 4 * round_
         tried = cut + (digit.to(tl.uint32) << shift)
-        amounts = tl.zeros([_SEARCH_TILE, _DIGITS], tl.float32)
+        amounts = tl.zeros([_SEARCH_TILE, _NUM_DIGITS], tl.float32)
         for start in range(0, num, _SEARCH_TILE):
             place = start + tl.arange(0, _SEARCH_TILE)
-            x = tl.load(values + place, mask=place < num, other=float("-inf"))
-            scores = _scores(x, top, temperature)
-            keys = _order(scores)
-            weights = tl.where((place < num) & (keys <= limit), 1.0, 0.0)
+            score = tl.load(scores + place, mask=place < num, other=float("-inf"))
+            keys = _order(score)
+            amount = tl.where((place < num) & (keys <= limit), 1.0, 0.0)
             if BY_MASS:
-                weights *= tl.exp(scores)
-            amounts += tl.where(keys[:, None] < tried[None, :], weights[:, None], 0.0)
+                amount *= tl.exp(score)
+            amounts += tl.where(keys[:, None] < tried[None, :], amount[:, None], 0.0)
         holds = (tl.sum(amounts, axis=0) < wanted) & (digit > 0)
         cut += tl.sum(holds.to(tl.int32), axis=0).to(tl.uint32) << shift
     return cut
 
 
 @triton.jit
-def _mass(values, num, top, temperature, limit):
+def _mass(scores, num, limit):
+    """Of the entries of keys up to `limit`."""
     total = tl.zeros([_SEARCH_TILE], tl.float32)
     for start in range(0, num, _SEARCH_TILE):
         place = start + tl.arange(0, _SEARCH_TILE)
-        x = tl.load(values + place, mask=place < num, other=float("-inf"))
-        scores = _scores(x, top, temperature)
-        total += tl.where((place < num) & (_order(scores) <= limit), tl.exp(scores), 0.0)
+        score = tl.load(scores + place, mask=place < num, other=float("-inf"))
+        total += tl.where((place < num) & (_order(score) <= limit), tl.exp(score), 0.0)
     return tl.sum(total, axis=0)
-
-
-@triton.jit
-def _list(chosen, listed, BLOCKS_PAD: tl.constexpr):
-    """Write the indices of the chosen blocks in order; how many they are."""
-    one = chosen.to(tl.int32)
-    tl.debug_barrier()  # Others may be reading the list before this one.
-    tl.store(listed + tl.cumsum(one, axis=0) - one, tl.arange(0, BLOCKS_PAD), mask=chosen)
-    tl.debug_barrier()
-    return tl.sum(one, axis=0)
-
-
-@triton.jit
-def _listed_tokens(
-    start,
-    num_listed,
-    listed,
-    V: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """The tokens of TILE listed blocks, and which of them there are."""
-    place = start + tl.arange(0, TILE)
-    block = tl.load(listed + place, mask=place < num_listed, other=NUM_BLOCKS)
-    token = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    return token, token < V
-
-
-@triton.jit
-def _summarise_tile(tile, row, kind, inputs, maxima, masses, sizes: tl.constexpr):
-    V: tl.constexpr = sizes[0]
-    NUM_BLOCKS: tl.constexpr = sizes[4]
-    BLOCK: tl.constexpr = sizes[5]
-    TILE: tl.constexpr = sizes[6]
-    block = tile * TILE + tl.arange(0, TILE)
-    token = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    x = _shaped(token, token < V, row, kind, inputs, sizes)
-    highest = tl.max(x, axis=1)
-    place = row * NUM_BLOCKS + block
-    tl.store(maxima + place, highest, mask=block < NUM_BLOCKS)
-    if kind & _NEEDS_MASS != 0:
-        rate = 1.0 / _number(inputs, row, 2)
-        origin = tl.where(highest > float("-inf"), highest, 0.0)
-        mass = tl.sum(tl.exp((x - origin[:, None]) * rate), axis=1)
-        tl.store(masses + place, mass, mask=block < NUM_BLOCKS)
 
 
 @triton.jit
@@ -484,7 +482,7 @@ def _shaped(token, valid, row, kind, inputs, sizes: tl.constexpr):
     MASK_WORDS: tl.constexpr = sizes[1]
     logits = inputs[0]
     x = tl.load(logits + row * V + token, mask=valid, other=float("-inf")).to(tl.float32)
-    slot = _integer(inputs, row, 0).to(tl.int64)
+    slot = _integer(inputs[1], row, _SLOT).to(tl.int64)
     if kind & _BIAS != 0:
         x += tl.load(inputs[2] + slot * V + token, mask=valid, other=0.0)
     if kind & (_STOP_TOKENS | _REPETITION | _COUNTED) != 0:
@@ -504,13 +502,14 @@ def _shaped(token, valid, row, kind, inputs, sizes: tl.constexpr):
         bits = tl.load(inputs[7] + word, mask=valid, other=0)
         x = tl.where((bits >> (token % _WORD_BITS)) & 1 != 0, x, float("-inf"))
     if kind & _REPETITION != 0:
-        repetition = _number(inputs, row, 8)
+        repetition = _number(inputs[1], row, _REPETITION_PENALTY)
         penalised = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
         x = tl.where(flags & (_IN_PROMPT | _IN_OUTPUT) != 0, penalised, x)
     if kind & _COUNTED != 0:
         present = flags & _IN_OUTPUT != 0
         counts = tl.load(inputs[4] + slot * V + token, mask=valid & present, other=0)
-        penalty = _number(inputs, row, 7) * counts + _number(inputs, row, 6)
+        frequency = _number(inputs[1], row, _FREQUENCY_PENALTY)
+        penalty = frequency * counts + _number(inputs[1], row, _PRESENCE_PENALTY)
         x = tl.where(present, x - penalty, x)
     return x
 
@@ -535,13 +534,13 @@ def _completed_words(slot, inputs, sizes: tl.constexpr):
 
 
 @triton.jit
-def _integer(inputs, row, column: tl.constexpr):
-    return tl.load(inputs[1] + row * _NUM_PARAMS + column)
+def _integer(params, row, COLUMN: tl.constexpr):
+    return tl.load(params + row * _NUM_PARAMS + COLUMN)
 
 
 @triton.jit
-def _number(inputs, row, column: tl.constexpr):
-    return _integer(inputs, row, column).to(tl.float32, bitcast=True)
+def _number(params, row, COLUMN: tl.constexpr):
+    return _integer(params, row, COLUMN).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -557,48 +556,41 @@ def _order(scores):
 
 
 @triton.jit
-def _noisy(x, token, top, temperature, min_p, key):
-    """Scores with the row's Gumbel noise; -inf where min_p drops the token."""
-    scores = _scores(x, top, temperature)
-    return tl.where(tl.exp(scores) >= min_p, scores + _gumbel(key, token), float("-inf"))
-
-
-@triton.jit
-def _best(values, ids, V: tl.constexpr):
-    """The highest of all values, and the lowest id that has it; 0 where all are -inf."""
-    values = tl.ravel(values)
-    best = tl.max(values, axis=0)
-    best_id = tl.min(tl.where(values == best, tl.ravel(ids), V), axis=0)
-    return best, tl.where(best > float("-inf"), best_id, 0)
-
-
-@triton.jit
 def _better(best, best_id, values, ids, V: tl.constexpr):
     """The better of a best so far and these values; the lower id where they tie."""
-    other, other_id = _best(values, ids, V)
-    wins = (other > best) | ((other == best) & (other_id < best_id))
+    values = tl.ravel(values)
+    other = tl.max(values, axis=0)
+    other_id = tl.min(tl.where(values == other, tl.ravel(ids), V), axis=0)
+    wins = (other > best) | ((other == best) & (other > float("-inf")) & (other_id < best_id))
     return tl.where(wins, other, best), tl.where(wins, other_id, best_id)
 
 
 @triton.jit
-def _offer(offers, row, score, token, SHARED: tl.constexpr):
-    """Offer a token under its score; where several programs may, the highest stays."""
-    bits = tl.full([], score, tl.float32).to(tl.int32, bitcast=True)
-    rank = tl.where(bits < 0, ~bits, bits | -(2**31)).to(tl.uint32, bitcast=True)
-    offer = (rank.to(tl.uint64) << 32) | (~tl.full([], token, tl.int32)).to(tl.uint32, bitcast=True).to(tl.uint64)
-    place = offers.to(tl.pointer_type(tl.uint64)) + row
-    if SHARED:
-        tl.atomic_max(place, offer)
-    else:
-        tl.store(place, offer)
+def _offer(offers, row, score, token):
+    tl.store(offers.to(tl.pointer_type(tl.uint64)) + row, _ranked(score, token))
 
 
 @triton.jit
-def _row_key(inputs, row):
+def _offer_shared(offers, row, score, token):
+    """Where several programs offer: what is there already stays if it is higher."""
+    tl.atomic_max(offers.to(tl.pointer_type(tl.uint64)) + row, _ranked(score, token))
+
+
+@triton.jit
+def _ranked(score, token):
+    """64 bits that order tokens by score, the lower id first where they tie."""
+    bits = tl.full([], score, tl.float32).to(tl.int32, bitcast=True)
+    rank = tl.where(bits < 0, ~bits, bits | -(2**31)).to(tl.uint32, bitcast=True)
+    inverted = (~tl.full([], token, tl.int32)).to(tl.uint32, bitcast=True)
+    return (rank.to(tl.uint64) << 32) | inverted.to(tl.uint64)
+
+
+@triton.jit
+def _row_key(params, row):
     """`jax.random.fold_in` of the row's key and its number of outputs."""
-    high = _integer(inputs, row, 9).to(tl.uint32, bitcast=True)
-    low = _integer(inputs, row, 10).to(tl.uint32, bitcast=True)
-    index = _integer(inputs, row, 11).to(tl.uint32, bitcast=True)
+    high = _integer(params, row, _SEED_HIGH).to(tl.uint32, bitcast=True)
+    low = _integer(params, row, _SEED_LOW).to(tl.uint32, bitcast=True)
+    index = _integer(params, row, _OUTPUT_INDEX).to(tl.uint32, bitcast=True)
     return _threefry(high, low, tl.zeros_like(index), index)
 
 
