@@ -28,6 +28,11 @@ BLOCK = 128
 """Tokens of which one maximum is kept."""
 TILE = 16
 """Blocks that a program reads at once."""
+SUMMARY_WARPS = 4
+SUMMARY_REGISTERS = 80
+"""A thread's, so that enough programs run at once to keep the memory busy."""
+GATHER_TILE = 16
+GATHER_WARPS = 8
 MAX_PROGRAMS = 528
 """Of `_gather`, beyond one a row: four for each multiprocessor of the largest GPU."""
 MAX_SHARES = 32
@@ -102,7 +107,6 @@ def sample_tokens(
         "LENGTH": word_length,
         "NUM_BLOCKS": num_blocks,
         "BLOCK": BLOCK,
-        "TILE": TILE,
     }
 
     def array(dtype, *shape: int) -> jax.ShapeDtypeStruct:
@@ -118,7 +122,9 @@ def sample_tokens(
             array(jnp.uint32, 2),
         ),
         grid=(triton.cdiv(num_blocks, TILE), num_rows),
-        num_warps=4,
+        num_warps=SUMMARY_WARPS,
+        backend_options={"maxnreg": SUMMARY_REGISTERS},
+        TILE=TILE,
         **sizes,
     )
     shares = min(max(MAX_PROGRAMS // num_rows, 1), MAX_SHARES)
@@ -137,7 +143,8 @@ def sample_tokens(
             array(jnp.int32, shares, num_blocks),
         ),
         grid=(num_rows, shares),
-        num_warps=8,
+        num_warps=GATHER_WARPS,
+        TILE=GATHER_TILE,
         BLOCKS_PAD=triton.next_power_of_2(num_blocks),
         **sizes,
     )

@@ -214,7 +214,9 @@ def _poison(out):
     return np.full(out.shape, np.nan if jnp.issubdtype(out.dtype, jnp.floating) else 77, out.dtype)
 
 
-def _interpret(*args, kernel, out_type, grid, num_warps=4, num_stages=3, **constants):
+def _interpret(
+    *args, kernel, out_type, grid, num_warps=4, num_stages=3, backend_options=None, **constants
+):
     """jax_triton.triton_call on concrete arrays; outputs start as garbage."""
     if any(getattr(arg, "dtype", None) == jnp.bfloat16 for arg in args):
         pytest.skip("Triton's interpreter multiplies the bits of bfloat16 matrices")
