@@ -36,6 +36,8 @@ GATHER_WARPS = 8
 MAX_PROGRAMS = 528
 """Of `_gather`, beyond one a row: four for each multiprocessor of the largest GPU."""
 MAX_SHARES = 32
+FIRST_REACH = 128
+"""Blocks, of the highest maxima, that are tried first for top-p."""
 
 # What a row asks for, in bits.
 _SAMPLES = tl.constexpr(1)
@@ -73,8 +75,6 @@ _WORD_BITS = tl.constexpr(MASK_WORD_BITS)
 
 _MAX_NOISE = tl.constexpr(16.0)
 """Over the highest Gumbel noise, -log(-log(1 - 2**-23)) = 15.95."""
-_FIRST_REACH = tl.constexpr(128)
-"""Blocks that are tried first for top-p."""
 _NUM_DIGITS = tl.constexpr(16)
 _SEARCH_TILE = tl.constexpr(256)
 _KEEP_ALL = tl.constexpr(0xFFFFFFFF)
@@ -145,6 +145,7 @@ def sample_tokens(
         grid=(num_rows, shares),
         num_warps=GATHER_WARPS,
         TILE=GATHER_TILE,
+        FIRST_REACH=FIRST_REACH,
         BLOCKS_PAD=triton.next_power_of_2(num_blocks),
         **sizes,
     )
@@ -268,6 +269,7 @@ def _gather(
     BLOCKS_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
+    FIRST_REACH: tl.constexpr,
 ):
     """The token of a row without top-k and top-p, or else the tokens that they may keep.
 
@@ -317,7 +319,7 @@ def _gather(
                 mass = tl.load(masses + block, mask=exists, other=0.0)
                 mass = tl.sum(mass * tl.exp(top_scores), axis=0)
                 wanted = _number(inputs[1], row, _TOP_P) * mass
-                reach = tl.minimum(_FIRST_REACH, reach)
+                reach = tl.minimum(FIRST_REACH, reach)
 
         listed += (row * tl.num_programs(1) + share) * NUM_BLOCKS
         gathered += row * V
