@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+from jax.lax import cond
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.sample_tokens import reference
@@ -27,14 +28,20 @@ def sample_tokens(
     the grammars allow, read in rows that have one.
 
     A draw is the Gumbel-max trick with `jax.random.gumbel` of the row's key, so neither the row's
-    place nor its batch matters. `impl`: "reference" is plain JAX; "triton" reads the logits once,
-    and again where a row's token may lie, on an NVIDIA GPU. Raises ValueError for another `impl`.
+    place nor its batch matters. `impl`: "reference" is plain JAX; "triton", on an NVIDIA GPU, reads
+    the logits once, and again where a row's token may lie, but does as "reference" in a step in
+    which some row has top_p alone or a large top_k. Raises ValueError for another `impl`.
     """
+    arrays = (logits, rows, state, token_masks)
     if impl == "reference":
-        return reference.sample_tokens(logits, rows, state, token_masks)
+        token_ids = reference.choose_tokens(*arrays)
+        return token_ids, reference.note_tokens(token_ids, rows, state)
     if impl == "triton":
         # Imported here so that machines without a GPU need no triton.
         from pallas_kernels.sample_tokens import triton_kernel
 
-        return triton_kernel.sample_tokens(logits, rows, state, token_masks)
+        token_ids = cond(
+            triton_kernel.takes(rows), triton_kernel.choose_tokens, reference.choose_tokens, *arrays
+        )
+        return token_ids, triton_kernel.note_tokens(token_ids, rows, state)
     raise ValueError(f"impl={impl!r} is unknown: choose 'reference' or 'triton'")

@@ -22,12 +22,12 @@ from pallas_kernels.sample_tokens.truncation import keep_top_k, keep_top_p
 type Logits = Float32[Array, "B V"]
 
 
-def sample_tokens(
+def choose_tokens(
     logits: Float[Array, "B V"],
     rows: SamplingRows,
     state: SlotState,
     token_masks: Int32[Array, "B W"],
-) -> tuple[Int32[Array, "B"], SlotState]:
+) -> Int32[Array, "B"]:
     logits = logits.astype(jnp.float32)
     random = rows.samples & (rows.temperature > 0)
     penalised = rows.samples & (
@@ -48,8 +48,7 @@ def sample_tokens(
         drawn = _if_any(random, _perturb, final, rows, random)
         return jnp.argmax(drawn, axis=-1).astype(jnp.int32)
 
-    token_ids = jax.lax.cond(jnp.any(random | penalised | banned), shaped, plain)
-    return token_ids, _remember(token_ids, rows, state)
+    return jax.lax.cond(jnp.any(random | penalised | banned), shaped, plain)
 
 
 def _if_any(condition: Bool[Array, "B"], change, logits: Logits, *operands) -> Logits:
@@ -136,7 +135,7 @@ def _perturb(logits: Logits, rows: SamplingRows, random: Bool[Array, "B"]) -> Lo
     return jnp.where(random[:, None], noisy, logits)
 
 
-def _remember(token_ids: Int32[Array, "B"], rows: SamplingRows, state: SlotState) -> SlotState:
+def note_tokens(token_ids: Int32[Array, "B"], rows: SamplingRows, state: SlotState) -> SlotState:
     no_slot = len(state.last_token)
     slots = jnp.where(rows.samples, rows.slots, no_slot)
     recent = jnp.concatenate([state.recent_tokens[rows.slots][:, 1:], token_ids[:, None]], axis=1)
