@@ -62,9 +62,10 @@ class CausalLM(nnx.Module):
             return Vocabulary(sizes.num_vocab_rows, config.hidden_size, dtype)
 
         self.config = config
+        self.impl = kernel_impl(impl)
         self.embed = vocabulary()
         self.layers = nnx.List([layer(index) for index in range(config.num_layers)])
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, kernel_impl(impl))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, self.impl)
         self.head = None if config.tie_word_embeddings else vocabulary()
 
     @staticmethod
