@@ -27,7 +27,7 @@ from jaxserve.sampling import load_slot, new_slot_state, num_mask_words
 from sharding import KV_CACHE_SPEC, shardings
 
 COMPILE_THREADS = 16
-_GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
+GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
 """Products of few tokens are our own kernels', those of many cuBLAS's first choice: timing all
 choices for each product of each program takes minutes."""
 
@@ -131,7 +131,7 @@ def compile_programs(
     """
     replicated = NamedSharding(mesh, P())
     on_gpu = mesh.devices.flat[0].platform == "gpu"
-    options = _GPU_OPTIONS if on_gpu else None
+    options = GPU_OPTIONS if on_gpu else None
     # Tracing holds the interpreter's lock in any case, and one after another they find the Triton
     # kernels that those before have compiled. XLA compiles outside of it.
     lowering = Lock()
