@@ -16,20 +16,33 @@ def kernel_times(run: Callable[[], object]) -> dict[str, list[float]]:
 
     From the profiler's trace: launch gaps and host time are not in it.
     """
+    times = defaultdict(list)
+    for name, _, seconds in _kernels(run):
+        times[name].append(seconds)
+    return dict(times)
+
+
+def kernel_durations(run: Callable[[], object]) -> list[float]:
+    """Seconds that the kernels took on the device, in the order of their starts."""
+    return [seconds for _, _, seconds in sorted(_kernels(run), key=lambda kernel: kernel[1])]
+
+
+def _kernels(run: Callable[[], object]) -> list[tuple[str, int, float]]:
+    """Name, start in nanoseconds and seconds of each."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready(run())
         (path,) = Path(folder).rglob("*.xplane.pb")
         data = jax.profiler.ProfileData.from_file(str(path))
-        times = defaultdict(list)
+        found = []
         for plane in data.planes:
             if not plane.name.startswith("/device:GPU"):
                 continue
             for line in plane.lines:
                 if line.name.startswith("Stream"):
                     for event in line.events:
-                        times[event.name].append(event.duration_ns * 1e-9)
-    return dict(times)
+                        found.append((event.name, event.start_ns, event.duration_ns * 1e-9))
+    return found
 
 
 def copy_bandwidth() -> float:

@@ -15,6 +15,11 @@ def shard_index() -> jax.Array:
     return jax.lax.axis_index(TENSOR_AXIS)
 
 
+def num_shards() -> int:
+    """How many there are on the tensor axis."""
+    return jax.lax.axis_size(TENSOR_AXIS)
+
+
 def all_reduce(x: jax.Array) -> jax.Array:
     """The sum of all shards' `x`, on every shard."""
     return jax.lax.psum(x, TENSOR_AXIS)

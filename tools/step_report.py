@@ -37,7 +37,7 @@ from jaxserve.bench.thunks import count_launches, dump_options, every_thunk, rea
 from jaxserve.bench.timing import Row, measure
 from jaxserve.bench.workloads import TokenRequest, make_requests
 from jaxserve.engine.buckets import pick_bucket
-from jaxserve.engine.programs import abstract_arguments
+from jaxserve.engine.programs import GPU_OPTIONS, abstract_arguments
 from jaxserve.engine.step import make_step
 from jaxserve.model.config import ModelConfig
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,9 @@ from jaxserve.sampling import load_slot, new_slot_state, num_mask_words
 from sharding import KV_CACHE_SPEC, shardings
 
 COMPILE_THREADS = 16
+GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
+"""Products of few tokens are our own kernels', those of many cuBLAS's first choice: timing all
+choices for each product of each program takes minutes."""
 
 
 @dataclass(frozen=True)
@@ -126,12 +130,19 @@ def compile_programs(
     Buckets of decode rows alone (a row for each token) get `num_decode_steps` in one program too.
     """
     replicated = NamedSharding(mesh, P())
+    on_gpu = mesh.devices.flat[0].platform == "gpu"
+    options = GPU_OPTIONS if on_gpu else None
+    # Tracing holds the interpreter's lock in any case, and one after another they find the Triton
+    # kernels that those before have compiled. XLA compiles outside of it.
+    lowering = Lock()
 
     def compile_step(layout: BatchLayout, num_steps: int) -> Callable:
         def compile_it() -> jax.stages.Compiled:
             step = make_step(definition, mesh, layout, num_steps)
             arguments = abstract_arguments(definition, mesh, layout, num_blocks, max_num_seqs)
-            return step.lower(*arguments).compile()
+            with lowering:
+                lowered = step.lower(*arguments)
+            return lowered.compile(options)
 
         return cache.load_or_compile(compile_it, "step", layout, num_steps, num_blocks)
 
@@ -145,13 +156,14 @@ def compile_programs(
         hidden = struct((num_tokens, definition.config.hidden_size), definition.dtype)
         sampled = struct((1, num_rows), jnp.int32)
         queries = struct((tile_size(layout), 2), jnp.int32)
-        program = make_logprobs(definition, mesh, max_logprobs)
-        return cache.load_or_compile(
-            lambda: program.lower(params, hidden, sampled, queries).compile(),
-            "logprobs",
-            layout,
-            max_logprobs,
-        )
+
+        def compile_it() -> jax.stages.Compiled:
+            program = make_logprobs(definition, mesh, max_logprobs)
+            with lowering:
+                lowered = program.lower(params, hidden, sampled, queries)
+            return lowered.compile(options)
+
+        return cache.load_or_compile(compile_it, "logprobs", layout, max_logprobs)
 
     with ThreadPoolExecutor(COMPILE_THREADS) as pool:
 

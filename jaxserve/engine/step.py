@@ -46,7 +46,7 @@ def make_step(
         token_ids = jnp.where(from_slot, slots.last_token[batch.token_slots], batch.token_ids)
         hidden, kv_caches = model(token_ids, kv_caches, batch.attention)
         logits = model.logits(hidden[batch.last_tokens])
-        sampled, slots = sample(logits, batch.rows, slots, token_masks)
+        sampled, slots = sample(logits, batch.rows, slots, token_masks, impl=model.impl)
         return kv_caches, slots, sampled, hidden
 
     def one_step(params, kv_caches, slots, *inputs):

@@ -18,25 +18,26 @@ class DecoderLayer(nnx.Module):
     """Attention and MLP, each added to the residual stream."""
 
     def __init__(self, config: ModelConfig, attn: Attention, dtype: jnp.dtype) -> None:
+        impl = kernel_impl(attn.impl)
+
         def norm() -> RMSNorm:
-            impl = kernel_impl(attn.impl)
             return RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, impl)
 
         self.attn_norm = norm()
         self.attn = attn
         self.mlp_norm = norm()
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, dtype)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, dtype, impl)
 
     def __call__(
         self,
         x: Float[Array, "T D"],
-        delta: Float[Array, "T D"],
+        delta: Float[Array, "parts T D"],
         angles: RopeAngles,
         kv_cache: Float[Array, "P K 2 S H"],
         batch: AttentionBatch,
-    ) -> tuple[Float[Array, "T D"], Float[Array, "T D"], Float[Array, "P K 2 S H"]]:
-        """The residual stream is x + delta on the way in and out: each sum is left to the norm
-        that reads it."""
+    ) -> tuple[Float[Array, "T D"], Float[Array, "parts T D"], Float[Array, "P K 2 S H"]]:
+        """The residual stream is x and delta's parts, added up, on the way in and out: each sum is
+        left to the norm that reads it."""
         x, normed = self.attn_norm.after_adding(x, delta)
         attended, kv_cache = self.attn(normed, angles, kv_cache, batch)
         x, normed = self.mlp_norm.after_adding(x, attended)
@@ -61,9 +62,10 @@ class CausalLM(nnx.Module):
             return Vocabulary(sizes.num_vocab_rows, config.hidden_size, dtype)
 
         self.config = config
+        self.impl = kernel_impl(impl)
         self.embed = vocabulary()
         self.layers = nnx.List([layer(index) for index in range(config.num_layers)])
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, kernel_impl(impl))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, self.impl)
         self.head = None if config.tie_word_embeddings else vocabulary()
 
     @staticmethod
@@ -87,7 +89,7 @@ class CausalLM(nnx.Module):
             batch.positions, config.head_dim, config.rope_theta, config.rope_scaling
         )
         x = self.embed.embed(token_ids)
-        delta = jnp.zeros_like(x)
+        delta = jnp.zeros_like(x)[None]
         written = []
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             x, delta, kv_cache = _run_layer(*nnx.split(layer), x, delta, angles, kv_cache, batch)
@@ -98,7 +100,7 @@ class CausalLM(nnx.Module):
     def logits(self, hidden: Float[Array, "n D"]) -> Float32[Array, "n V"]:
         """The scores of the whole vocabulary, on every shard."""
         rows = self.embed if self.head is None else self.head
-        return rows.logits(hidden, self.config.vocab_size)
+        return rows.logits(hidden, self.config.vocab_size, self.norm.impl)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -106,9 +108,9 @@ def _run_layer(
     graph: nnx.GraphDef[DecoderLayer],
     state: nnx.State,
     x: Float[Array, "T D"],
-    delta: Float[Array, "T D"],
+    delta: Float[Array, "parts T D"],
     angles: RopeAngles,
     kv_cache: Float[Array, "P K 2 S H"],
     batch: AttentionBatch,
-) -> tuple[Float[Array, "T D"], Float[Array, "T D"], Float[Array, "P K 2 S H"]]:
+) -> tuple[Float[Array, "T D"], Float[Array, "parts T D"], Float[Array, "P K 2 S H"]]:
     return nnx.merge(graph, state)(x, delta, angles, kv_cache, batch)

@@ -7,7 +7,6 @@ Parameters and activations are in the compute dtype; norms' statistics and logit
 
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
@@ -22,29 +21,25 @@ from jaxserve.model.attention import (
 from jaxserve.model.config import ModelConfig
 from jaxserve.model.rope import RopeAngles
 from jaxserve.model.sizes import GlobalSizes
+from pallas_kernels import linear as kernels
 from pallas_kernels.add_rms_norm import add_rms_norm
 from pallas_kernels.qkv_rope import qkv_rope
-from sharding import all_gather, all_reduce, shard_index
+from sharding import all_gather, all_reduce, num_shards, shard_index
 
 
 def linear(
     x: Float[Array, "T in_size"],
     weight: Float[Array, "*out in_size"],
+    impl: KernelImpl,
     out_dtype: jnp.dtype | None = None,
 ) -> Float[Array, "T *out"]:
     """x @ weight.T, in x's dtype unless told.
 
-    float32 asks for the full precision: a GPU would otherwise round the operands to TF32. The
-    product is of plain matrices: XLA's CPU backend transposes a weight of more dimensions anew at
-    every step.
+    The product is of plain matrices: XLA's CPU backend transposes a weight of more dimensions anew
+    at every step.
     """
-    product = jax.lax.dot_general(
-        x,
-        weight.reshape(-1, weight.shape[-1]),
-        (((1,), (1,)), ((), ())),
-        precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
-        preferred_element_type=out_dtype or x.dtype,
-    )
+    matrix = weight.reshape(-1, weight.shape[-1])
+    product = kernels.linear(x, matrix, out_dtype=out_dtype, impl=impl)
     return product.reshape(len(x), *weight.shape[:-1])
 
 
@@ -55,16 +50,15 @@ class Linear(nnx.Module):
         self.weight = nnx.Param(jnp.zeros(shape, dtype))
         self.bias = nnx.Param(jnp.zeros(shape[:-1], dtype)) if bias else None
 
-    def split_by_output(self, x: Float[Array, "T D"]) -> Float[Array, "T *outer"]:
-        """From the whole input to this shard's outputs."""
-        return self._biased(linear(x, self.weight[...]))
-
-    def split_by_input(self, x: Float[Array, "T inner"]) -> Float[Array, "T D"]:
-        """From this shard's inputs to the whole output; the bias is added once, after the sum."""
-        return self._biased(all_reduce(linear(x, self.weight[...])))
-
-    def _biased(self, x: Array) -> Array:
-        return x if self.bias is None else x + self.bias[...]
+    def split_by_input(self, x: Float[Array, "T inner"], impl: KernelImpl) -> Float[Array, "S T D"]:
+        """From this shard's inputs to the whole output, in parts that are yet to be added up; the
+        bias is added once."""
+        weight = self.weight[...]
+        if num_shards() > 1:
+            parts = all_reduce(linear(x, weight, impl))[None]
+        else:
+            parts = kernels.linear_parts(x, weight, impl=impl)
+        return parts if self.bias is None else parts.at[0].add(self.bias[...])
 
 
 class RMSNorm(nnx.Module):
@@ -76,9 +70,9 @@ class RMSNorm(nnx.Module):
         self.impl = impl
 
     def after_adding(
-        self, x: Float[Array, "T D"], delta: Float[Array, "T D"]
+        self, x: Float[Array, "T D"], delta: Float[Array, "S T D"]
     ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
-        """(x + delta, the norm of that)."""
+        """(x + the sum of delta's parts, the norm of that)."""
         return add_rms_norm(x, delta, self.weight[...], eps=self.eps, impl=self.impl)
 
 
@@ -103,9 +97,11 @@ class Vocabulary(nnx.Module):
         found = weight[jnp.where(held, rows, 0)]
         return all_reduce(jnp.where(held[:, None], found, 0))
 
-    def logits(self, hidden: Float[Array, "n D"], vocab_size: int) -> Float32[Array, "n V"]:
+    def logits(
+        self, hidden: Float[Array, "n D"], vocab_size: int, impl: KernelImpl
+    ) -> Float32[Array, "n V"]:
         """Each token's score, without the rows that fill up the last shard."""
-        scores = linear(hidden, self.weight[...], jnp.dtype(jnp.float32))
+        scores = linear(hidden, self.weight[...], impl, jnp.dtype(jnp.float32))
         return all_gather(scores, axis=1)[:, :vocab_size]
 
 
@@ -154,16 +150,17 @@ class Attention(nnx.Module):
         angles: RopeAngles,
         kv_cache: Float[Array, "P K 2 S H"],
         batch: AttentionBatch,
-    ) -> tuple[Float[Array, "T D"], Float[Array, "P K 2 S H"]]:
+    ) -> tuple[Float[Array, "parts T D"], Float[Array, "P K 2 S H"]]:
         """N, K and the cache are this shard's."""
+        impl = kernel_impl(self.impl)
         q, k, v = qkv_rope(
-            linear(x, self.qkv.weight[...]),
+            linear(x, self.qkv.weight[...], impl),
             None if self.qkv.bias is None else self.qkv.bias[...],
             None if self.q_norm is None else self.q_norm.weight[...],
             None if self.k_norm is None else self.k_norm.weight[...],
             *angles,
             eps=self.norm_eps,
-            impl=kernel_impl(self.impl),
+            impl=impl,
         )
         attended, kv_cache = attend(
             q,
@@ -175,16 +172,20 @@ class Attention(nnx.Module):
             sliding_window=self.sliding_window,
             impl=self.impl,
         )
-        return self.o.split_by_input(attended.reshape(len(x), -1)), kv_cache
+        return self.o.split_by_input(attended.reshape(len(x), -1), impl), kv_cache
 
 
 class GatedMLP(nnx.Module):
     """down(silu(gate(x)) * up(x)), gate and up in one matrix (SwiGLU, arXiv:2002.05202)."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, dtype: jnp.dtype) -> None:
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, dtype: jnp.dtype, impl: KernelImpl
+    ) -> None:
         self.gate_up = Linear((2, intermediate_size, hidden_size), dtype)
         self.down = Linear((hidden_size, intermediate_size), dtype)
+        self.impl = impl
 
-    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        gate_up = self.gate_up.split_by_output(x)
-        return self.down.split_by_input(nnx.silu(gate_up[:, 0]) * gate_up[:, 1])
+    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "parts T D"]:
+        gate_up = self.gate_up.weight[...].reshape(-1, x.shape[-1])
+        gated = kernels.linear(x, gate_up, gated=True, impl=self.impl)
+        return self.down.split_by_input(gated, self.impl)

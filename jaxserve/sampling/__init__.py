@@ -1,15 +1,14 @@
 """From logits to tokens, on the device, every row with its own parameters."""
 
-from jaxserve.sampling.sampler import SamplingRows, TokenLogprobs, sample, token_logprobs
+from jaxserve.sampling.sampler import TokenLogprobs, sample, token_logprobs
 from jaxserve.sampling.slot_state import (
-    SlotState,
     check_token_ids,
     load_slot,
     needs_slot_state,
     new_slot_state,
     slot_rows,
 )
-from jaxserve.sampling.token_mask import num_mask_words
+from pallas_kernels.sample_tokens import SamplingRows, SlotState, num_mask_words
 
 __all__ = [
     "SamplingRows",

@@ -8,30 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float32, Int32, UInt8
 
 from jaxserve.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
-
-IN_PROMPT = 1
-IS_STOP = 2
-NO_TOKEN = -1
-
-
-class SlotState(NamedTuple):
-    """R = max_num_seqs slots. Donate it to every step: each changes a few elements in place.
-
-    Only `last_token` means something for a request that `needs_slot_state` says no to; the other
-    arrays may still hold an earlier request's rows there, and no parameter of such a request reads
-    them.
-    """
-
-    last_token: Int32[Array, "R"]
-    logit_bias: Float32[Array, "R V"]
-    """Added to the logits; -inf for a banned token."""
-    token_flags: UInt8[Array, "R V"]
-    """IN_PROMPT and IS_STOP bits."""
-    output_counts: Int32[Array, "R V"]
-    recent_tokens: Int32[Array, "R recent"]
-    """Newest last, prompt and output; NO_TOKEN before the first."""
-    bad_words: Int32[Array, "R words length"]
-    """Right-aligned token sequences of two tokens or more, filled up with NO_TOKEN."""
+from pallas_kernels.sample_tokens import IN_OUTPUT, IN_PROMPT, IS_STOP, NO_TOKEN, SlotState
 
 
 class SlotRows(NamedTuple):
@@ -146,6 +123,7 @@ def slot_rows(
     flags = np.zeros(vocab_size, np.uint8)
     flags[list(prompt_token_ids)] |= IN_PROMPT
     flags[list(stop_token_ids)] |= IS_STOP
+    flags[list(output_token_ids)] |= IN_OUTPUT
     counts = np.bincount(np.asarray(output_token_ids, np.int64), minlength=vocab_size)
 
     num_recent = MAX_BAD_WORD_TOKENS - 1

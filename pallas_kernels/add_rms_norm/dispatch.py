@@ -9,16 +9,17 @@ from pallas_kernels.add_rms_norm import reference
 
 def add_rms_norm(
     x: Float[Array, "T D"],
-    delta: Float[Array, "T D"],
+    delta: Float[Array, "S T D"],
     weight: Float[Array, "D"],
     *,
     eps: float,
     impl: Literal["reference", "triton"],
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
-    """(x + delta, the root mean square norm of that sum times `weight`).
+    """(x + delta, the root mean square norm of that sum times `weight`); delta's S parts are
+    added up first.
 
-    The sum is rounded to x's dtype before it is normed; the norm is computed in float32. `impl`:
-    "reference" is plain JAX; "triton" reads and writes each element once, on an NVIDIA GPU.
+    Sums are in float32, and rounded to x's dtype before the norm, which is computed in float32.
+    `impl`: "reference" is plain JAX; "triton" reads and writes each element once, on an NVIDIA GPU.
     Raises ValueError for another `impl`.
     """
     if impl == "reference":

@@ -7,12 +7,12 @@ from jaxtyping import Array, Float
 
 def add_rms_norm(
     x: Float[Array, "T D"],
-    delta: Float[Array, "T D"],
+    delta: Float[Array, "S T D"],
     weight: Float[Array, "D"],
     *,
     eps: float,
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
-    total = x + delta
+    total = (x + jnp.sum(delta, axis=0, dtype=jnp.float32)).astype(x.dtype)
     wide = total.astype(jnp.float32)
     mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
     return total, (wide * lax.rsqrt(mean_square + eps) * weight).astype(x.dtype)

@@ -8,7 +8,7 @@ from pallas_kernels.triton_import import jax_triton, tl, triton
 
 def add_rms_norm(
     x: Float[Array, "T D"],
-    delta: Float[Array, "T D"],
+    delta: Float[Array, "S T D"],
     weight: Float[Array, "D"],
     *,
     eps: float,
@@ -23,6 +23,7 @@ def add_rms_norm(
         out_type=(jax.typeof(x), jax.typeof(x)),
         grid=(num_tokens,),
         num_warps=min(max(padded // 256, 1), 16),
+        S=len(delta),
         EPS=eps,
         D=size,
         D_PAD=padded,
@@ -37,6 +38,7 @@ def _add_rms_norm(
     weight,
     total,
     normed,
+    S: tl.constexpr,
     EPS: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
@@ -46,6 +48,10 @@ def _add_rms_norm(
     place = tl.program_id(0).to(tl.int64) * D + column
     left = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
     right = tl.load(delta + place, mask=mask, other=0.0).to(tl.float32)
+    part = delta + place
+    for _ in tl.static_range(S - 1):
+        part += tl.num_programs(0).to(tl.int64) * D
+        right += tl.load(part, mask=mask, other=0.0).to(tl.float32)
     scale = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
     rounded = (left + right).to(total.dtype.element_ty)
     tl.store(total + place, rounded, mask=mask)

@@ -169,8 +169,10 @@ def _jitted(impl):
 
 def _interpret_triton(monkeypatch):
     from pallas_kernels.paged_attention import gpu, triton_kernel
+    from pallas_kernels.sample_tokens import dispatch as sampling
 
-    # The interpreter needs concrete arrays: no jit.
+    # The interpreter needs concrete arrays: no jit, and no conditions in a program.
+    monkeypatch.setattr(sampling, "cond", lambda a, yes, no, *xs: yes(*xs) if a else no(*xs))
     monkeypatch.setattr(gpu, "paged_attention", gpu.paged_attention.__wrapped__)
     monkeypatch.setattr(triton_kernel.jax_triton, "triton_call", _interpret)
 
@@ -214,21 +216,27 @@ def _poison(out):
     return np.full(out.shape, np.nan if jnp.issubdtype(out.dtype, jnp.floating) else 77, out.dtype)
 
 
-def _interpret(*args, kernel, out_type, grid, num_warps=4, num_stages=3, **constants):
+def _interpret(
+    *args, kernel, out_type, grid, num_warps=4, num_stages=3, backend_options=None, **constants
+):
     """jax_triton.triton_call on concrete arrays; outputs start as garbage."""
     if any(getattr(arg, "dtype", None) == jnp.bfloat16 for arg in args):
         pytest.skip("Triton's interpreter multiplies the bits of bfloat16 matrices")
     refs = [arg for arg in args if isinstance(arg, jax.Ref)]
     hosts = {id(ref): np.array(ref[...]) for ref in refs}
-    operands = []
-    for arg in args:
+
+    def operand(arg):
+        if isinstance(arg, tuple):
+            return tuple(operand(part) for part in arg)
         if isinstance(arg, jax.Ref):
-            operands.append(_HostTensor(hosts[id(arg)]))
-        else:
-            operands.append(_HostTensor(np.array(arg)) if isinstance(arg, jax.Array) else arg)
+            return _HostTensor(hosts[id(arg)])
+        return _HostTensor(np.array(arg)) if isinstance(arg, jax.Array) else arg
+
+    operands = [operand(arg) for arg in args]
     outs = jax.tree.map(_poison, out_type)
     operands += [_HostTensor(out) for out in jax.tree.leaves(outs)]
-    kernel[grid](*operands, **constants)
+    with np.errstate(all="ignore"):  # as on a GPU
+        kernel[grid](*operands, **constants)
     for ref in refs:
         ref[...] = hosts[id(ref)]
     return jax.tree.map(jnp.asarray, outs)

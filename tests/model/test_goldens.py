@@ -249,12 +249,13 @@ def test_sees_positions_off_by_one() -> None:
         check_golden("llama", load("llama"), decode_position_offset=1)
 
 
-def without_reduction(self, x: jax.Array) -> jax.Array:
-    return self._biased(layers.linear(x, self.weight[...]))
+def without_reduction(self, x: jax.Array, impl: str) -> jax.Array:
+    total = layers.linear(x, self.weight[...], impl)
+    return (total if self.bias is None else total + self.bias[...])[None]
 
 
-def with_bias_on_every_shard(self, x: jax.Array) -> jax.Array:
-    return layers.all_reduce(self._biased(layers.linear(x, self.weight[...])))
+def with_bias_on_every_shard(self, x: jax.Array, impl: str) -> jax.Array:
+    return layers.all_reduce(without_reduction(self, x, impl))
 
 
 @pytest.mark.parametrize("fault", [without_reduction, with_bias_on_every_shard])

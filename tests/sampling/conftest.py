@@ -1,6 +1,7 @@
 """A batch of requests through the jitted `sample`, and a naive float64 twin of it."""
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import jax
 import numpy as np
@@ -105,9 +106,10 @@ class Harness:
     expected_probabilities = staticmethod(expected_probabilities)
     expected_token = staticmethod(expected_token)
 
-    def __init__(self):
+    def __init__(self, impl):
         # A function of its own, so that a harness made for a planted fault is traced anew.
-        self.step = jax.jit(lambda *args: sample(*args))
+        self.sample = partial(sample, impl=impl)
+        self.step = jax.jit(self.sample)
 
     def state(self, requests, slots, num_slots=NUM_ROWS + 3, vocab_size=VOCAB_SIZE):
         state = new_slot_state(num_slots, vocab_size)
@@ -199,10 +201,10 @@ class Harness:
 
 @pytest.fixture(scope="session")
 def harness():
-    return Harness()
+    return Harness("triton" if jax.default_backend() == "gpu" else "reference")
 
 
 @pytest.fixture
 def fresh_harness():
-    """Not compiled yet, so that a patched part is seen."""
-    return Harness()
+    """Not compiled yet, so that a patched part of the reference is seen."""
+    return Harness("reference")

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jaxserve.sampling import SamplingRows, new_slot_state, num_mask_words, sample
+from jaxserve.sampling import SamplingRows, new_slot_state, num_mask_words
 from jaxserve.sampling_params import SamplingParams
+from pallas_kernels.sample_tokens import IN_OUTPUT
 
 V = 61
 KINDS = [
@@ -54,7 +55,7 @@ def test_alone_together_and_shuffled(harness):
 def test_other_batch_sizes(harness, num_rows):
     requests, logits = requests_and_logits(harness)
     together = harness.run(requests, logits)[0].tolist()
-    step = jax.jit(sample)
+    step = jax.jit(harness.sample)
     for start in range(0, len(requests), num_rows):
         part = requests[start : start + num_rows]
         slots = list(range(len(part)))
@@ -74,12 +75,14 @@ def test_slots_remember_the_token(harness):
         assert after.last_token[slot] == token
         counted = after.output_counts[slot] - before.output_counts[slot]
         assert counted.tolist() == np.eye(V, dtype=int)[token].tolist()
+        flagged = np.where(np.arange(V) == token, IN_OUTPUT, 0)
+        assert (after.token_flags[slot] == (before.token_flags[slot] | flagged)).all()
         assert after.recent_tokens[slot].tolist() == [*before.recent_tokens[slot][1:], token]
     untouched = [slot for slot in range(11) if slot not in slots]
     before = jax.device_get(before)
     for name, new, old in zip(after._fields, after, before, strict=True):
         assert (new[untouched] == old[untouched]).all(), name
-        if name not in ("last_token", "output_counts", "recent_tokens"):
+        if name in ("logit_bias", "bad_words"):
             assert (new == old).all(), name
 
 
@@ -119,7 +122,9 @@ def test_a_sequence_equals_its_recomputation(harness):
         request.output.append(int(token))
 
 
-def draws(params: dict[str, float], logits: np.ndarray, num: int, same_key: bool) -> np.ndarray:
+def draws(
+    harness, params: dict[str, float], logits: np.ndarray, num: int, same_key: bool
+) -> np.ndarray:
     """`num` draws from one distribution in one call: a key each, or one key and `num` indices."""
     rng = np.random.default_rng(0)
     seeds = rng.integers(0, 2**32, (num, 2), np.uint32)
@@ -136,7 +141,7 @@ def draws(params: dict[str, float], logits: np.ndarray, num: int, same_key: bool
     neutral |= {"frequency_penalty": 0, "repetition_penalty": 1}
     for name, value in neutral.items():
         rows[name] = np.full(num, params.get(name, value), np.float32)
-    out, _ = jax.jit(sample)(
+    out, _ = jax.jit(harness.sample)(
         np.broadcast_to(logits, (num, len(logits))),
         SamplingRows(**rows),
         new_slot_state(1, len(logits)),
@@ -159,7 +164,7 @@ def test_draws_follow_the_distribution(harness, params, same_key):
     num = 20_000
     logits = (1.5 * np.random.default_rng(3).normal(size=24)).astype(np.float32)
     p = harness.expected_probabilities(harness.Request(SamplingParams(**params)), logits)
-    counts = np.bincount(draws(params, logits, num, same_key), minlength=len(p))
+    counts = np.bincount(draws(harness, params, logits, num, same_key), minlength=len(p))
     assert (counts[p == 0] == 0).all()
     kept = p > 0
     assert stats.chisquare(counts[kept], num * p[kept] / p[kept].sum()).pvalue > 0.001
@@ -173,10 +178,11 @@ def test_sampling_inside_shard_map(harness):
     spec = jax.sharding.PartitionSpec()
     step = jax.jit(
         jax.shard_map(
-            sample,
+            harness.sample,
             mesh=mesh,
             in_specs=spec,
             out_specs=spec,
+            check_vma=False,
         )
     )
     slots = list(range(8))

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sampling import sampler, token_logprobs, truncation
+from jaxserve.sampling import token_logprobs
 from jaxserve.sampling_params import SamplingParams
+from pallas_kernels.sample_tokens import reference, truncation
 
 V = 61
 TOKENS = st.lists(st.integers(0, V - 1), max_size=6)
@@ -211,7 +212,7 @@ def test_the_batch_for_faults(fresh_harness):
 @pytest.mark.parametrize("name", FAULTS)
 def test_planted_faults_fail(fresh_harness, monkeypatch, name):
     part, plant = FAULTS[name]
-    monkeypatch.setattr(sampler, part, plant(getattr(sampler, part)))
+    monkeypatch.setattr(reference, part, plant(getattr(reference, part)))
     with pytest.raises(AssertionError):
         check_faults_show(fresh_harness)
 

@@ -19,6 +19,7 @@ def test_rows_of_a_resumed_request():
     assert {i: b for i, b in enumerate(bias.tolist()) if b != -np.inf} == {3: 2.5, 5: 0}
     assert np.flatnonzero(flags & 1).tolist() == list(range(10, 30))
     assert np.flatnonzero(flags & 2).tolist() == [2, 12]
+    assert np.flatnonzero(flags & 4).tolist() == [7, 8]
     assert {i: c for i, c in enumerate(counts.tolist()) if c} == {7: 2, 8: 1}
     assert recent.tolist() == [*range(18, 30), 7, 7, 8]
     assert words[:2, -3:].tolist() == [[-1, 9, 9], [1, 2, 3]]

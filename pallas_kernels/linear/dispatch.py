@@ -1,0 +1,66 @@
+"""The entry point of products with a weight."""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.linear import reference, tuning
+
+Impl = Literal["reference", "triton"]
+
+
+def linear(
+    x: Float[Array, "T I"],
+    weight: Float[Array, "O I"],
+    *,
+    gated: bool = False,
+    out_dtype: jnp.dtype | None = None,
+    impl: Impl,
+) -> Float[Array, "T P"]:
+    """x @ weight.T, summed in float32, in x's dtype unless told; P is O.
+
+    If `gated`, the weight's first half of rows makes gates and the other what they let through,
+    silu(gate) * up (SwiGLU, arXiv:2002.05202), and P is O // 2. `impl`: "reference" is plain JAX,
+    which leaves the product to XLA; "triton" reads the weight at the memory's speed where there
+    are few tokens, on an NVIDIA GPU, and does as "reference" where `tuning.json` knows that to be
+    faster. Raises ValueError for another `impl`.
+    """
+    out_dtype = jnp.dtype(out_dtype or x.dtype)
+    tiling = _tiling(x, weight, "gated" if gated else "plain", impl)
+    if tiling is None:
+        return reference.linear(x, weight, gated=gated, out_dtype=out_dtype)
+    # Imported here so that machines without a GPU need no triton.
+    from pallas_kernels.linear import triton_kernel
+
+    (product,) = triton_kernel.linear(x, weight, gated=gated, out_dtype=out_dtype, tiling=tiling)
+    return product
+
+
+def linear_parts(
+    x: Float[Array, "T I"], weight: Float[Array, "O I"], *, impl: Impl
+) -> Float[Array, "S T O"]:
+    """x @ weight.T in S parts that are yet to be added up, in float32 if there are several.
+
+    Where the weight has few rows, only so can all of a GPU read it: each part is over a share of
+    its columns. `impl` is as for `linear`; "reference" makes one part.
+    """
+    tiling = _tiling(x, weight, "parts", impl)
+    if tiling is None:
+        return reference.linear(x, weight, gated=False, out_dtype=x.dtype)[None]
+    from pallas_kernels.linear import triton_kernel
+
+    out_dtype = jnp.dtype(jnp.float32) if tiling.splits > 1 else x.dtype
+    return triton_kernel.linear(x, weight, gated=False, out_dtype=out_dtype, tiling=tiling)
+
+
+def _tiling(x: jax.Array, weight: jax.Array, kind: tuning.Kind, impl: Impl) -> tuning.Tiling | None:
+    """None: the product is XLA's."""
+    if impl == "reference":
+        return None
+    if impl != "triton":
+        raise ValueError(f"impl={impl!r} is unknown: choose 'reference' or 'triton'")
+    # Of the GPUs that this process sees; none has the attribute where Triton is interpreted.
+    capability = getattr(jax.devices()[0], "compute_capability", "none")
+    return tuning.choose(capability, tuning.Shape(kind, len(x), *weight.shape, str(x.dtype)))
