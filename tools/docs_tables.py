@@ -131,7 +131,7 @@ def decode_step(result: dict) -> Table:
 def step_reports(*results: dict) -> Table:
     """Where each reported step goes, and what it launches."""
     names = [
-        "step", "ms", "GPU busy", "between kernels", "host", "kernels", "graph launches",
+        "step", "ms", "GPU busy", "between kernels", "host", "kernels", "graphs",
         "outside of graphs",
     ]  # fmt: skip
     lines = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
@@ -143,9 +143,42 @@ def step_reports(*results: dict) -> Table:
         cells = [
             f"{result['model']}, {result['phase']} of {result['num_tokens']} tokens",
             f"{result['wall_ms']:.2f}{flag}", *shares, f"{result['kernels_per_step']:.0f}",
-            f"{result['graph_launches_per_step']:g}", f"{outside}",
+            f"{result['launches']['graphs']}", f"{outside}",
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def latency(*results: dict) -> Table:
+    """Milliseconds of a decode step by batch size, and how long the engine took to start."""
+    batch_sizes = sorted({int(size) for result in results for size in result["decode_step_ms"]})
+    head = " | ".join(f"batch {size}" for size in batch_sizes)
+    lines = [f"| model, requests | {head} | ready after |", f"|---|{'---|' * len(batch_sizes)}---|"]
+    for result in results:
+        cells = []
+        for size in map(str, batch_sizes):
+            row = result["rows"].get(size)
+            passes = [] if row is None else row["passes"]
+            flag = " !" if row and row["flagged"] else ""
+            cells.append(" / ".join(f"{ms:.2f}" for ms in passes) + flag)
+        kind = "sampled" if result["sampled"] else "greedy"
+        where = f"{result['model']}, {kind}"
+        lines.append(f"| {where} | {' | '.join(cells)} | {result['ready_s']:.1f} s |")
+    return lines
+
+
+def linear(result: dict) -> Table:
+    """Each product's kernel and cuBLAS's."""
+    lines = [
+        "| product | tokens | our kernel | of copy bandwidth | cuBLAS |",
+        "|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        flag = " !" if row["flagged"] else ""
+        lines.append(
+            f"| {row['product']} | {row['num_tokens']} | {row['time_us']:.1f} us{flag} | "
+            f"{100 * row['of_copy_bandwidth']:.0f}% | {row['xla_time_us']:.1f} us |"
+        )
     return lines
 
 
@@ -177,6 +210,8 @@ TABLES: dict[str, Callable[..., Table]] = {
     "paged_attention_h200": paged_attention,
     "decode_variants_0.5b": decode_variants,
     "decode_step_0.5b": decode_step,
+    "latency-*": latency,
+    "linear_h200": linear,
     "step_report-*": step_reports,
     "launch_overhead": launch_overhead,
 }

@@ -30,7 +30,7 @@ from hlo_bytes import kernel_bytes
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from jaxserve.bench.ceilings import copy_bandwidth
-from jaxserve.bench.engine import JaxserveEngine, device_events, is_copy, num_graph_launches
+from jaxserve.bench.engine import JaxserveEngine, device_events, is_copy
 from jaxserve.bench.environment import describe
 from jaxserve.bench.shapes import SHAPES, write_shape
 from jaxserve.bench.thunks import count_launches, dump_options, every_thunk, read_thunks
@@ -136,24 +136,21 @@ def _marked(engine: JaxserveEngine, requests: Sequence[TokenRequest]) -> tuple[f
     return time.perf_counter() - begin, engine.host_gap_s() - gap
 
 
-def profiled(engine: JaxserveEngine, phase: Phase) -> tuple[dict[str, tuple[float, float]], float]:
-    """({kernel or copy: (how many a step, milliseconds a step)}, graph launches a step)."""
+def profiled(engine: JaxserveEngine, phase: Phase) -> dict[str, tuple[float, float]]:
+    """Kernel or copy: how many a step, milliseconds a step."""
     num_steps = phase.profiled_steps[1] - phase.profiled_steps[0]
     counts: Counter[str] = Counter()
     nanoseconds: Counter[str] = Counter()
-    launches = 0
     for sign, steps in zip((-1, 1), phase.profiled_steps, strict=True):
         profile = engine.trace(phase.requests(steps))
-        launches += sign * num_graph_launches(profile)
         for name, duration_ns in device_events(profile):
             counts[name] += sign
             nanoseconds[name] += sign * duration_ns
-    found = {
+    return {
         name: (counts[name] / num_steps, nanoseconds[name] / num_steps / 1e6)
         for name in counts
         if counts[name] > 0
     }
-    return found, launches / num_steps
 
 
 def model_bytes(model: ModelConfig, itemsize: int, phase: Phase) -> dict[str, float]:
@@ -183,8 +180,8 @@ def compiled_program(engine: JaxserveEngine, phase: Phase) -> tuple[str, dict[st
         parts.definition, mesh, layout, config.num_blocks, config.max_num_seqs
     )
     lowered = make_step(parts.definition, mesh, layout, several).lower(*arguments)
-    with tempfile.TemporaryDirectory() as folder, compiling_anew() as options:
-        program = lowered.compile(compiler_options=dump_options(Path(folder)) | options)
+    with tempfile.TemporaryDirectory() as folder, compiling_anew():
+        program = lowered.compile(GPU_OPTIONS | dump_options(Path(folder)))
         thunks = read_thunks(Path(folder))
     if several > 1:
         (loop,) = (thunk for thunk in every_thunk(thunks) if thunk.kind == "kWhile")
@@ -200,16 +197,12 @@ def compiled_program(engine: JaxserveEngine, phase: Phase) -> tuple[str, dict[st
 
 
 @contextmanager
-def compiling_anew() -> Iterator[dict[str, object]]:
-    """In the block XLA compiles what JAX's cache may have: only then does it write its lists.
-
-    Yields the options by which it picks the kernels that it has picked before.
-    """
+def compiling_anew() -> Iterator[None]:
+    """In the block XLA compiles what JAX's cache may have: only then does it write its lists."""
     folder = jax.config.jax_compilation_cache_dir
-    picked = Path(folder or "", "xla_gpu_per_fusion_autotune_cache_dir")
     jax.config.update("jax_compilation_cache_dir", None)
     reset_cache()
-    yield {picked.name: str(picked)} if folder and picked.is_dir() else {}
+    yield
     jax.config.update("jax_compilation_cache_dir", folder)
     reset_cache()
 
@@ -258,8 +251,8 @@ def report(result: dict[str, Any]) -> str:
         f"XLA launches {launches['graphs']} graphs a step and outside of them "
         f"{outside or 'nothing'}; {launches['kernels_fewest']} to {launches['kernels_most']} "
         f"kernels and copies; {launches['steps_in_dispatch']} steps in a dispatch",
-        f"the profile has {result['kernels_per_step']:g} kernels, {result['copies_per_step']:g} "
-        f"copies and {result['graph_launches_per_step']:g} graph launches a step",
+        f"the profile has {result['kernels_per_step']:g} kernels and "
+        f"{result['copies_per_step']:g} copies a step",
         f"a copy moves {result['copy_bytes_per_s'] / 1e12:.2f} TB/s",
         "",
         f"{'count':>7} {'us':>9} {'share':>6} {'MB each':>9} {'of copy':>8} {'bytes':>6}  kernel",
@@ -300,7 +293,7 @@ def main() -> None:
             else prefill_phase(args, model.vocab_size, config.max_num_batched_tokens)
         )
         row, host_ms = step_ms(engine, phase, args.warm_up_s)
-        found, graph_launches = profiled(engine, phase)
+        found = profiled(engine, phase)
         hlo, launches = compiled_program(engine, phase)
         itemsize = engine.parts.definition.dtype.itemsize
         rates = kernel_bytes(hlo), model_bytes(model, itemsize, phase), copy.value
@@ -321,7 +314,6 @@ def main() -> None:
         "host_ms": round(host_ms, 4),
         "kernels_per_step": round(sum(count for count, _ in found.values()) - copies, 2),
         "copies_per_step": round(copies, 2),
-        "graph_launches_per_step": round(graph_launches, 2),
         "launches": launches,
         "copy_bytes_per_s": copy.value,
         "wall": row.as_json(),

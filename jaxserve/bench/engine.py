@@ -112,14 +112,3 @@ def device_events(profile: "ProfileData") -> Iterator[tuple[str, float]]:
 def is_copy(name: str) -> bool:
     """Whether a device event is a copy or a fill, by its name."""
     return name.lower().startswith(("memcpy", "memset"))
-
-
-def num_graph_launches(profile: "ProfileData") -> int:
-    """How often the host has launched a CUDA graph."""
-    return sum(
-        event.name in ("cuGraphLaunch", "cudaGraphLaunch")
-        for plane in profile.planes
-        if not plane.name.startswith("/device:")
-        for line in plane.lines
-        for event in line.events
-    )
