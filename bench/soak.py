@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from loopback import Server, memory_bytes, num_open_files
 from soak_clients import MAX_MODEL_LEN, MAX_REQUEST_BYTES, Clients
@@ -69,14 +70,16 @@ def count_objects(server: Server, report: Path, pids: dict[str, int]) -> dict[st
     return counts | files
 
 
-def growth(samples: list[int]) -> dict[str, float]:
-    """First minute against the last, in median bytes."""
+def growth(samples: list[int]) -> dict[str, Any]:
+    """First minute against the last, in median bytes, and every minute's median."""
     size = min(len(samples) // 2, round(60 / SAMPLE_S))
     first, last = statistics.median(samples[:size]), statistics.median(samples[-size:])
+    minutes = [samples[i : i + size] for i in range(0, len(samples), size)]
     return {
         "first_minute_mib": round(first / 2**20, 1),
         "last_minute_mib": round(last / 2**20, 1),
         "growth": round(last / first - 1, 4),
+        "by_minute_mib": [round(statistics.median(minute) / 2**20, 1) for minute in minutes],
     }
 
 
@@ -94,6 +97,7 @@ def soak(args: argparse.Namespace) -> dict:
             clients = Clients(server, args.seed)
             pids = {"server": server.process.pid, "engine": server.engine_pid()}
             asyncio.run(clients.learn())
+            asyncio.run(run(clients, args.num_clients, 60 * args.warm_up_minutes, pids))
             wait_idle(server)
             before = count_objects(server, report, pids)
             samples = asyncio.run(run(clients, args.num_clients, 60 * args.minutes, pids))
@@ -119,6 +123,7 @@ def soak(args: argparse.Namespace) -> dict:
     return {
         "model": args.model,
         "minutes": args.minutes,
+        "warm_up_minutes": args.warm_up_minutes,
         "num_clients": args.num_clients,
         "requests": dict(clients.kinds.most_common()),
         "statuses": dict(sorted(clients.statuses.items())),
@@ -154,6 +159,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument(
+        "--warm-up-minutes", type=float, default=1,
+        help="before: until every thread and pool that a server grows is there",
+    )  # fmt: skip
     parser.add_argument("--num-clients", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("bench/results/soak.json"))

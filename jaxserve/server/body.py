@@ -22,14 +22,20 @@ class BoundedRequest(Request):
         if not hasattr(self, "_body"):
             limit = self.app.state.max_request_bytes
             length = self.headers.get("content-length", "0")
-            if not length.isdecimal() or int(length) > limit:
-                raise _too_large(limit)
+            is_short = length.isdecimal() and int(length) <= limit
             chunks, size = [], 0
             async for chunk in self.stream():
                 size += len(chunk)
-                if size > limit:
-                    raise _too_large(limit)
-                chunks.append(chunk)
+                if is_short and size <= limit:
+                    chunks.append(chunk)
+                elif size > 2 * limit:
+                    break
+                else:
+                    # Thrown away: a client that is still sending would not hear an answer, but be
+                    # told that the connection is gone.
+                    chunks.clear()
+            if not is_short or size > limit:
+                raise _too_large(limit)
             self._body = b"".join(chunks)
         return self._body
 
