@@ -18,11 +18,28 @@ _ENFORCED = frozenset({
 _NOTES = frozenset({
     "$anchor", "$comment", "$defs", "$id", "$schema", "contentEncoding", "contentMediaType",
     "contentSchema", "default", "definitions", "deprecated", "description", "examples", "id",
-    "readOnly", "title", "writeOnly",
+    "readOnly", "strict", "title", "writeOnly",
     # OpenAPI's, which libraries that make schemas write as well.
     "discriminator", "example", "externalDocs", "xml",
 })  # fmt: skip
 """What says nothing about which JSON is valid."""
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "dependencies": ({},),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+    "nullable": (False,),
+    "propertyNames": (True, {}, {"type": "string"}),
+    "unevaluatedItems": (True,),
+    "unevaluatedProperties": (True,),
+    "uniqueItems": (False,),
+}
+"""Values of other keywords that ask for nothing; libraries that make schemas write them."""
+_NOTE_FORMATS = frozenset({
+    "base64", "base64url", "binary", "byte", "color", "directory-path", "double", "file-path",
+    "float", "int32", "int64", "ipv4network", "ipv6network", "ipvanyaddress", "ipvanyinterface",
+    "ipvanynetwork", "json-string", "multi-host-uri", "password", "path", "regex",
+})  # fmt: skip
+"""Of pydantic and OpenAPI, which tell a program what a text or number is for."""
 _LLGUIDANCE_OPTIONS = "x-guidance"
 
 _LISTS_OR_ONE = (
@@ -45,8 +62,22 @@ def schema_text(schema: object) -> str:
         raise ValueError(f"it must be of at most {MAX_DEPTH} levels") from error
     if not isinstance(value, dict):
         raise ValueError(f"it must be an object, got {value!r:.80}")
+    for part in subschemas(value):
+        _drop_what_asks_for_nothing(part)
     check_schema(value)
     return _dump(value)
+
+
+def _asks_for_nothing(keyword: str, value: object) -> bool:
+    if keyword == "format":
+        return isinstance(value, str) and value in _NOTE_FORMATS
+    return any(type(value) is type(v) and value == v for v in _NEUTRAL.get(keyword, ()))
+
+
+def _drop_what_asks_for_nothing(part: dict[str, Any]) -> None:
+    """llguidance refuses it all the same."""
+    for keyword in [k for k, value in part.items() if _asks_for_nothing(k, value)]:
+        del part[keyword]
 
 
 def check_schema(schema: dict[str, Any]) -> None:
@@ -55,7 +86,9 @@ def check_schema(schema: dict[str, Any]) -> None:
     _check_depth(schema)
     parts = list(subschemas(schema))
     for part in parts:
-        for keyword in part:
+        for keyword, value in part.items():
+            if _asks_for_nothing(keyword, value):
+                continue
             is_note = keyword.startswith("x-") and keyword != _LLGUIDANCE_OPTIONS
             if not (is_note or keyword in _NOTES or keyword in _ENFORCED):
                 raise ValueError(f"its keyword {keyword!r:.80} is not supported")

@@ -211,7 +211,7 @@ class AsyncLLM:
         ValueError: the request cannot be served, or its grammar has outgrown its limits.
         EngineDeadError: the engine failed meanwhile.
         """
-        params = sampling_params or SamplingParams()
+        params = SamplingParams() if sampling_params is None else sampling_params
         submission = await asyncio.to_thread(
             self.engine.prepare, prompt, params, request_id, priority
         )
@@ -256,6 +256,8 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt is a string, a mapping or a flat sequence of ids; anything else is many."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    if not isinstance(prompts, Sequence | np.ndarray):
+        raise ValueError(f"prompts must be a prompt or a list of them, got {prompts!r:.80}")
     many = str | Mapping | Sequence | np.ndarray
     if len(prompts) and all(not isinstance(prompt, many) for prompt in prompts):
         return [prompts]

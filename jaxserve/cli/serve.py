@@ -1,6 +1,10 @@
 """`jaxserve serve`: the HTTP server."""
 
 import argparse
+import atexit
+import os
+import sys
+import threading
 
 from jaxserve.cli.flags import add_flags, build, given
 from jaxserve.config import EngineConfig
@@ -20,4 +24,16 @@ def run(args: argparse.Namespace) -> int:
 
     from jaxserve.server.lifecycle import serve
 
-    return serve(engine_config, config)
+    code = serve(engine_config, config)
+    _leave_downloads(code)
+    return code
+
+
+def _leave_downloads(code: int) -> None:
+    """End the process now if a download was left: the hub's library downloads in threads that an
+    interpreter's end would wait for, maybe for ever."""
+    if any(not t.daemon for t in threading.enumerate() if t is not threading.main_thread()):
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

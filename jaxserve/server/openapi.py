@@ -23,7 +23,8 @@ def with_limits(document: dict[str, Any], info: EngineInfo) -> dict[str, Any]:
             if field in maximum:
                 _limit_integers(value, maximum[field])
             if field == "priority" and info.scheduling_policy != "priority":
-                value["minimum"] = value["maximum"] = 0
+                integer = next(o for o in value["anyOf"] if o["type"] == "integer")
+                integer["minimum"] = integer["maximum"] = 0
             if field == "logit_bias":
                 keys = {"pattern": decimals_up_to(info.vocab_size - 1)}
                 _mapping_of(value)["propertyNames"] = keys

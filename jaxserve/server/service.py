@@ -189,7 +189,7 @@ class Service:
         try:
             for request_id, prompt in zip(batch.request_ids, batch.prompts, strict=True):
                 self.engine.submit(
-                    stream, request_id, prompt.token_ids, batch.params, body.priority
+                    stream, request_id, prompt.token_ids, batch.params, body.priority or 0
                 )
             await until_disconnect(http.receive, stream.wait_queued())
             lens = [len(prompt.token_ids) for prompt in batch.prompts]

@@ -23,7 +23,11 @@ MAX_MASK_CPU_S = 0.02
 _MEMORY_BYTES = 4 << 30
 _STACK_BYTES = 1 << 20
 """Less than any thread's, so that what fits here fits anywhere."""
-_LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+_LIMITS = LLParserLimits(
+    max_items_in_row=500, step_max_items=20_000, max_lexer_states=50_000, verbose_errors=False
+)
+"""A request whose grammar grows past them in the middle of an answer fails, alone: every other in
+the batch would wait for its masks."""
 
 
 @dataclass(frozen=True)

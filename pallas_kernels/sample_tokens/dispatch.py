@@ -38,10 +38,10 @@ def sample_tokens(
         return token_ids, reference.note_tokens(token_ids, rows, state)
     if impl == "triton":
         # Imported here so that machines without a GPU need no triton.
-        from pallas_kernels.sample_tokens import triton_kernel
+        from pallas_kernels.sample_tokens import triton_kernel, triton_note
 
         token_ids = cond(
             triton_kernel.takes(rows), triton_kernel.choose_tokens, reference.choose_tokens, *arrays
         )
-        return token_ids, triton_kernel.note_tokens(token_ids, rows, state)
+        return token_ids, triton_note.note_tokens(token_ids, rows, state)
     raise ValueError(f"impl={impl!r} is unknown: choose 'reference' or 'triton'")

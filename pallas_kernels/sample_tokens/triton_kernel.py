@@ -4,8 +4,7 @@
 each block of BLOCK tokens. `_gather` reads these maxima, and then only the blocks that can hold the
 row's token: the k-th highest maximum is no more than the k-th highest logit, so top-k lies in the
 blocks that reach it; and no noise lifts a token by more than _MAX_NOISE, so an uncut draw lies that
-close to the best. `_draw` cuts what was gathered and draws. A fourth, `_note`, keeps the token in
-the row's slot.
+close to the best. `_draw` cuts what was gathered and draws.
 
 Rows whose cut may reach far into the vocabulary, those with top_p alone or a large top_k, would
 keep one program reading for long: `takes` tells, and such steps are the reference's.
@@ -15,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from pallas_kernels.sample_tokens.arrays import IN_OUTPUT, SamplingRows, SlotState
+from pallas_kernels.sample_tokens.arrays import SamplingRows, SlotState
 from pallas_kernels.sample_tokens.triton_random import gumbel
 from pallas_kernels.sample_tokens.triton_rows import (
     CUT,
@@ -59,7 +58,6 @@ MAX_SHARES = 32
 MAX_TOP_K = 128
 """Of a row that one program gathers."""
 
-_IN_OUTPUT = tl.constexpr(IN_OUTPUT)
 _MAX_NOISE = tl.constexpr(16.0)
 """Over the highest Gumbel noise, -log(-log(1 - 2**-23)) = 15.95."""
 _KEEP_ALL = tl.constexpr(0xFFFFFFFF)
@@ -145,32 +143,6 @@ def choose_tokens(
         grid=(num_rows,),
         num_warps=4,
         V=vocab_size,
-    )
-
-
-def note_tokens(token_ids: Int32[Array, "B"], rows: SamplingRows, state: SlotState) -> SlotState:
-    num_recent = state.recent_tokens.shape[1]
-    memory = (state.last_token, state.token_flags, state.output_counts, state.recent_tokens)
-    refs = tuple(jax.new_ref(array) for array in memory)
-    jax_triton.triton_call(
-        token_ids,
-        rows.slots,
-        rows.samples.astype(jnp.int32),
-        *refs,
-        kernel=_note,
-        out_type=(),
-        grid=(len(token_ids),),
-        num_warps=1,
-        V=state.token_flags.shape[1],
-        RECENT=num_recent,
-        RECENT_PAD=triton.next_power_of_2(num_recent),
-    )
-    last_token, token_flags, output_counts, recent_tokens = (jax.freeze(ref) for ref in refs)
-    return state._replace(
-        last_token=last_token,
-        token_flags=token_flags,
-        output_counts=output_counts,
-        recent_tokens=recent_tokens,
     )
 
 
@@ -354,35 +326,6 @@ def _draw(params, offers, gathered, gathered_ids, num_gathered, chosen, V: tl.co
             noisy = tl.where(kept, scores + gumbel(key, ids), float("-inf"))
             best, token = better(best, token, noisy, ids, V)
     tl.store(chosen + row, token)
-
-
-@triton.jit
-def _note(
-    token_ids,
-    slots,
-    samples,
-    last_token,
-    token_flags,
-    output_counts,
-    recent_tokens,
-    V: tl.constexpr,
-    RECENT: tl.constexpr,
-    RECENT_PAD: tl.constexpr,
-):
-    """Keep the token of a row that samples in its slot."""
-    row = tl.program_id(0)
-    if tl.load(samples + row) != 0:
-        token = tl.load(token_ids + row)
-        slot = tl.load(slots + row).to(tl.int64)
-        tl.store(last_token + slot, token)
-        place = slot * V + token
-        tl.store(output_counts + place, tl.load(output_counts + place) + 1)
-        tl.store(token_flags + place, tl.load(token_flags + place) | _IN_OUTPUT)
-        index = tl.arange(0, RECENT_PAD)
-        place = recent_tokens + slot * RECENT + index
-        newer = tl.load(place + 1, mask=index < RECENT - 1, other=0)
-        tl.debug_barrier()  # A lane's neighbour has read before it writes.
-        tl.store(place, tl.where(index == RECENT - 1, token, newer), mask=index < RECENT)
 
 
 @triton.jit

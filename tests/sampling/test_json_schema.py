@@ -1,5 +1,7 @@
 """JSON Schemas that are refused for what no grammar would hold an answer to."""
 
+import json
+
 import pytest
 
 from jaxserve.sampling_params import StructuredOutputsParams
@@ -27,6 +29,26 @@ def test_what_is_said_beside_the_rules_is_fine():
     assert StructuredOutputsParams(json=FINE).json is not None
 
 
+def test_what_asks_for_nothing_is_left_out():
+    """As pydantic, zod and OpenAPI write it; the same names still can be members'."""
+    asks = {
+        "type": "object",
+        "propertyNames": {"type": "string"},
+        "dependentRequired": {},
+        "properties": {
+            "uniqueItems": {"type": "array", "uniqueItems": False, "nullable": False},
+            "file": {"type": "string", "format": "path"},
+            "day": {"type": "string", "format": "date"},
+        },
+    }
+    names = asks["properties"]
+    left = {"uniqueItems": {"type": "array"}, "file": {"type": "string"}, "day": names["day"]}
+    found = json.loads(StructuredOutputsParams(json=asks).json)
+    assert found == {"type": "object", "properties": left}
+    with pytest.raises(ValueError, match="keyword 'uniqueItems' is not supported"):
+        StructuredOutputsParams(json={"items": {"uniqueItems": True}})
+
+
 @pytest.mark.parametrize(
     "keyword", ["fooBar", "%lark", "x-guidance", "not", "if", "uniqueItems", "nullable", "extends"]
 )
@@ -45,7 +67,7 @@ def test_what_is_said_beside_the_rules_is_fine():
 )
 def test_keywords_that_would_be_passed_over(keyword, place):
     with pytest.raises(ValueError, match=f"^json must .* its keyword '{keyword}' is not supported"):
-        StructuredOutputsParams(json=place({keyword: {}}))
+        StructuredOutputsParams(json=place({keyword: 1}))
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ class _SamplingBody(_Body):
     ) = None
     structured_outputs: StructuredOutputs | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=1024)] | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
 
     @model_validator(mode="after")
     def _check_stream(self) -> "_SamplingBody":
