@@ -30,9 +30,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _leave_downloads(code: int) -> None:
-    """End the process now if a download was left: the hub's library downloads in threads that an
-    interpreter's end would wait for, maybe for ever."""
-    if any(not t.daemon for t in threading.enumerate() if t is not threading.main_thread()):
+    """End the process now if threads are left. That is a download: the hub's library makes it in a
+    pool of threads, which an interpreter's end would wait for, maybe for ever."""
+    if threading.active_count() > 1:
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
