@@ -1,10 +1,14 @@
 """From the start to the end of a server's process."""
 
 import concurrent.futures
+import contextlib
+import json
 import re
 import signal
 import socket
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx2
 import pytest
@@ -90,25 +94,68 @@ def test_fault_17_no_child_outlives_a_killed_server(start_fake, wait_gone):
     wait_gone(children)
 
 
+class _Hub(BaseHTTPRequestHandler):
+    """Knows every file's size at once, and never gets to the end of one."""
+
+    protocol_version = "HTTP/1.1"
+    files = ("config.json", "model.safetensors", "tokenizer.json")
+    commit = "a" * 40
+
+    def log_message(self, *_):
+        pass
+
+    def do_HEAD(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "1000000")
+        self.send_header("ETag", f'"{"b" * 40}"')
+        self.send_header("X-Repo-Commit", self.commit)
+        self.end_headers()
+
+    def do_GET(self):
+        if "/api/" in self.path:
+            answer: object = {
+                "id": "org/name",
+                "sha": self.commit,
+                "siblings": [{"rfilename": name} for name in self.files],
+            }
+            if "/tree/" in self.path:
+                about = {"type": "file", "size": 1000000, "oid": "c" * 40}
+                answer = [about | {"path": name} for name in self.files]
+            body = json.dumps(answer).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+            return
+        self.do_HEAD()
+        self.server.is_sending.set()
+        with contextlib.suppress(OSError):
+            while True:
+                self.wfile.write(b"x")
+                time.sleep(0.1)
+
+
 @pytest.fixture
-def silent_hub():
-    """The address of a hub that takes connections and never answers."""
-    with socket.create_server(("127.0.0.1", 0)) as hub:
+def slow_hub():
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Hub) as hub:
+        hub.daemon_threads, hub.block_on_close = True, False
+        hub.is_sending = threading.Event()
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
         yield hub
+        hub.shutdown()
 
 
-def test_a_signal_while_the_model_is_downloaded(start_server, fake_script, silent_hub, tmp_path):
-    port = silent_hub.getsockname()[1]
+def test_a_signal_while_the_model_is_downloaded(start_server, slow_hub, tmp_path):
     env = {
-        "HF_ENDPOINT": f"http://127.0.0.1:{port}",
+        "HF_ENDPOINT": f"http://127.0.0.1:{slow_hub.server_port}",
         "HF_HOME": str(tmp_path),
-        "HF_HUB_ETAG_TIMEOUT": "1000",
-        "HF_HUB_DOWNLOAD_TIMEOUT": "1000",
+        "HF_HUB_DISABLE_XET": "1",
     }
-    server = start_server(fake_script, "org/name", env=env)
-    with silent_hub.accept()[0]:
-        server.signal(signal.SIGTERM)
-        assert server.wait(20) == 0
+    server = start_server("-m", "jaxserve", "serve", "org/name", env=env)
+    assert slow_hub.is_sending.wait(60)
+    server.signal(signal.SIGTERM)
+    assert server.wait(20) == 0
 
 
 def test_a_signal_while_loading(start_fake):
