@@ -25,6 +25,12 @@ if CAN_INTERPRET:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
 
+INTERPRETED = pytest.param(
+    "triton-interpreted",
+    marks=pytest.mark.skipif(not CAN_INTERPRET, reason="needs triton and no GPU"),
+)
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu") and not HAS_GPU:
@@ -35,10 +41,7 @@ def pytest_collection_modifyitems(items):
     params=[
         "reference",
         pytest.param("triton", marks=pytest.mark.gpu),
-        pytest.param(
-            "triton-interpreted",
-            marks=pytest.mark.skipif(not CAN_INTERPRET, reason="needs triton and no GPU"),
-        ),
+        INTERPRETED,
     ]
 )
 def attention(request, monkeypatch):
@@ -52,10 +55,7 @@ def attention(request, monkeypatch):
 @pytest.fixture(
     params=[
         pytest.param("gpu", marks=pytest.mark.gpu),
-        pytest.param(
-            "triton-interpreted",
-            marks=pytest.mark.skipif(not CAN_INTERPRET, reason="needs triton and no GPU"),
-        ),
+        INTERPRETED,
     ]
 )
 def attention_by_choice(request, monkeypatch):
@@ -142,10 +142,7 @@ def mosaic_interpreted(monkeypatch):
 @pytest.fixture(
     params=[
         pytest.param("triton", marks=pytest.mark.gpu),
-        pytest.param(
-            "triton-interpreted",
-            marks=pytest.mark.skipif(not CAN_INTERPRET, reason="needs triton and no GPU"),
-        ),
+        INTERPRETED,
     ]
 )
 def by_triton(request, monkeypatch):
