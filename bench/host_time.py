@@ -28,7 +28,7 @@ PROMPT_LEN = 300
 
 def make_scheduler(num_requests: int) -> tuple[Scheduler, dict[str, RequestState]]:
     config = SchedulerConfig(
-        num_blocks=num_requests * 64 + MAX_MODEL_LEN // BLOCK_SIZE,
+        num_blocks=num_requests * 96 + MAX_MODEL_LEN // BLOCK_SIZE,  # none is preempted
         block_size=BLOCK_SIZE,
         max_num_seqs=num_requests,
         max_num_batched_tokens=2048,
