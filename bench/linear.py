@@ -43,6 +43,7 @@ CUTS = [
 PARTS_CUTS = [
     tuning.Tiling(16, 256, 4, 4),
     tuning.Tiling(32, 128, 4, 4),
+    tuning.Tiling(32, 256, 4, 3),
     tuning.Tiling(64, 128, 4, 3),
 ]
 SPLITS = (1, 2, 4, 8)
@@ -59,12 +60,12 @@ class Product:
 
 
 PRODUCTS = [
-    Product("0.5B qkv", 1152, 896),
+    Product("0.5B qkv", 1152, 896, kind="parts"),
     Product("0.5B o", 896, 896, kind="parts"),
     Product("0.5B gate and up", 9728, 896, kind="gated"),
     Product("0.5B down", 896, 4864, kind="parts"),
     Product("0.5B head", 151936, 896),
-    Product("8B qkv", 6144, 4096),
+    Product("8B qkv", 6144, 4096, kind="parts"),
     Product("8B o", 4096, 4096, kind="parts"),
     Product("8B gate and up", 28672, 4096, kind="gated"),
     Product("8B down", 4096, 14336, kind="parts"),

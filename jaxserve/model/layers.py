@@ -153,13 +153,16 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "parts T D"], Float[Array, "P K 2 S H"]]:
         """N, K and the cache are this shard's."""
         impl = kernel_impl(self.impl)
+        weight = self.qkv.weight[...]
+        parts = kernels.linear_parts(x, weight.reshape(-1, weight.shape[-1]), impl=impl)
         q, k, v = qkv_rope(
-            linear(x, self.qkv.weight[...], impl),
+            parts.reshape(len(parts), len(x), *weight.shape[:-1]),
             None if self.qkv.bias is None else self.qkv.bias[...],
             None if self.q_norm is None else self.q_norm.weight[...],
             None if self.k_norm is None else self.k_norm.weight[...],
             *angles,
             eps=self.norm_eps,
+            dtype=x.dtype,
             impl=impl,
         )
         attended, kv_cache = attend(

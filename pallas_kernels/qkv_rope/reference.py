@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Float32
 
 
 def qkv_rope(
-    qkv: Float[Array, "T K G+2 H"],
+    qkv: Float[Array, "S T K G+2 H"],
     bias: Float[Array, "K G+2 H"] | None,
     q_norm: Float[Array, "H"] | None,
     k_norm: Float[Array, "H"] | None,
@@ -15,7 +15,9 @@ def qkv_rope(
     sin: Float32[Array, "T H//2"],
     *,
     eps: float,
+    dtype: jnp.dtype,
 ) -> tuple[Float[Array, "T K*G H"], Float[Array, "T K H"], Float[Array, "T K H"]]:
+    qkv = jnp.sum(qkv, axis=0).astype(dtype)
     if bias is not None:
         qkv = qkv + bias
     q, k, v = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]

@@ -1,13 +1,14 @@
-"""Bias, head norms and rotation in one pass: a program for each token and kv head."""
+"""Sum of parts, bias, head norms and rotation in one pass: a program for each token and kv head."""
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from pallas_kernels.triton_import import jax_triton, tl, triton
 
 
 def qkv_rope(
-    qkv: Float[Array, "T K G+2 H"],
+    qkv: Float[Array, "S T K G+2 H"],
     bias: Float[Array, "K G+2 H"] | None,
     q_norm: Float[Array, "H"] | None,
     k_norm: Float[Array, "H"] | None,
@@ -15,11 +16,12 @@ def qkv_rope(
     sin: Float32[Array, "T H//2"],
     *,
     eps: float,
+    dtype: jnp.dtype,
 ) -> tuple[Float[Array, "T K*G H"], Float[Array, "T K H"], Float[Array, "T K H"]]:
-    num_tokens, num_kv_heads, group, head_dim = qkv.shape
+    parts, num_tokens, num_kv_heads, group, head_dim = qkv.shape
     group -= 2
-    q = jax.ShapeDtypeStruct((num_tokens, num_kv_heads * group, head_dim), qkv.dtype)
-    kv = jax.ShapeDtypeStruct((num_tokens, num_kv_heads, head_dim), qkv.dtype)
+    q = jax.ShapeDtypeStruct((num_tokens, num_kv_heads * group, head_dim), dtype)
+    kv = jax.ShapeDtypeStruct((num_tokens, num_kv_heads, head_dim), dtype)
     heads = triton.next_power_of_2(group + 2)
     has_norms = q_norm is not None and k_norm is not None
     # What is absent is never read; some array must stand in its place.
@@ -34,6 +36,7 @@ def qkv_rope(
         out_type=(q, kv, kv),
         grid=(num_tokens, num_kv_heads),
         num_warps=1 if heads * head_dim <= 512 else 4,
+        S=parts,
         K=num_kv_heads,
         G=group,
         HEADS=heads,
@@ -56,6 +59,7 @@ def _qkv_rope(
     q,
     k,
     v,
+    S: tl.constexpr,
     K: tl.constexpr,
     G: tl.constexpr,
     HEADS: tl.constexpr,
@@ -76,6 +80,11 @@ def _qkv_rope(
     source = ((token * K + kv_head) * (G + 2) + head) * H + pair
     first = tl.load(qkv + source, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(qkv + source + HALF, mask=mask, other=0.0).to(tl.float32)
+    part = qkv + source
+    for _ in tl.static_range(S - 1):
+        part += tl.num_programs(0).to(tl.int64) * K * (G + 2) * H
+        first += tl.load(part, mask=mask, other=0.0).to(tl.float32)
+        second += tl.load(part + HALF, mask=mask, other=0.0).to(tl.float32)
     if HAS_BIAS:
         place = (kv_head * (G + 2) + head) * H + pair
         first += tl.load(bias + place, mask=mask, other=0.0).to(tl.float32)
