@@ -13,17 +13,14 @@ class Bucket:
 
 
 def make_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[Bucket, ...]:
-    """Powers of two up to the token budget, and the budget itself.
+    """Powers of two up to the token budget, the budget itself, and `max_num_seqs`, at most as much.
 
     Every row has at least one token, so a step of T tokens has at most min(T, max_num_seqs) rows
-    and one number picks the shape: there are no gaps.
+    and one number picks the shape: there are no gaps. However many sequences decode, there is a
+    bucket of as many rows as tokens for them.
     """
-    sizes = []
-    size = 1
-    while size < max_num_batched_tokens:
-        sizes.append(size)
-        size *= 2
-    sizes.append(max_num_batched_tokens)
+    powers = {1 << i for i in range((max_num_batched_tokens - 1).bit_length())}
+    sizes = sorted(powers | {max_num_seqs, max_num_batched_tokens})
     return tuple(Bucket(t, min(t, max_num_seqs)) for t in sizes)
 
 
