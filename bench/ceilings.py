@@ -9,15 +9,21 @@ import argparse
 import os
 from pathlib import Path
 
-from jaxserve.bench.ceilings import copy_bandwidth, matmul_rate
+from jaxserve.bench.ceilings import (
+    COPY_BYTES,
+    MATMUL_SIZE,
+    WARM_UP_S,
+    copy_bandwidth,
+    matmul_rate,
+)
 from jaxserve.bench.environment import describe, write_result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--copy-bytes", type=int, default=2 << 30)
-    parser.add_argument("--matmul-size", type=int, default=8192)
-    parser.add_argument("--warm-up-s", type=float, default=3.0)
+    parser.add_argument("--copy-bytes", type=int, default=COPY_BYTES)
+    parser.add_argument("--matmul-size", type=int, default=MATMUL_SIZE)
+    parser.add_argument("--warm-up-s", type=float, default=WARM_UP_S)
     parser.add_argument("--output", type=Path, default=Path("bench/results/ceilings.json"))
     args = parser.parse_args()
     copy = copy_bandwidth(args.copy_bytes, args.warm_up_s)

@@ -23,9 +23,10 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from kernel_time import copy_bandwidth, kernel_durations
 
+from jaxserve.bench.ceilings import copy_bandwidth
 from jaxserve.bench.environment import describe
+from jaxserve.bench.profile import trace
 from pallas_kernels.linear import reference, triton_kernel, tuning
 
 ROTATED_BYTES = 200e6
@@ -123,7 +124,7 @@ class Timer:
         jax.block_until_ready(run())
         times = [[] for _ in (*ours, self.by_xla)]
         for _ in range(2):
-            durations = kernel_durations(run)
+            durations = [event.duration_ns / 1e9 for event in trace(run)]
             for i, taken in enumerate(times):
                 # Each of ours is one kernel.
                 first = i * num_calls
@@ -158,7 +159,7 @@ def main() -> None:
     result = describe(threads=1) | {
         "benchmark": "linear",
         "gpu": jax.devices()[0].device_kind,
-        "copy_bytes_per_s": copy_bandwidth(),
+        "copy_bytes_per_s": copy_bandwidth().value,
         "rows": [],
     }
     for product in (p for p in PRODUCTS if p.kind in args.kinds):

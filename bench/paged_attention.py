@@ -19,14 +19,16 @@ import itertools
 import json
 import statistics
 import time
+from collections import defaultdict
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from kernel_time import copy_bandwidth, kernel_times, matmul_rate
 
+from jaxserve.bench.ceilings import copy_bandwidth, matmul_rate
 from jaxserve.bench.environment import describe
+from jaxserve.bench.profile import trace
 from pallas_kernels.paged_attention import gpu, paged_attention, tuning
 
 KERNELS = ("_attend", "paged_prefill")
@@ -161,15 +163,17 @@ class Timer:
 
     def _one_pass(self, run) -> float:
         rounds = 3 if len(self.caches) < 10 else 1
-        times = kernel_times(lambda: [run() for _ in range(rounds)])
+        times: dict[str, list[float]] = defaultdict(list)
+        for event in trace(lambda: [run() for _ in range(rounds)]):
+            if any(kernel in event.name for kernel in KERNELS):
+                times[event.name].append(event.duration_ns / 1e9)
         # A call runs one kernel for decode rows and one for prefill rows: by turns, if both are
         # the same kernel.
         calls = rounds * len(self.caches)
         per_call = [0.0] * calls
-        for name, values in times.items():
-            if any(kernel in name for kernel in KERNELS):
-                for i, value in enumerate(values):
-                    per_call[i * calls // len(values)] += value
+        for values in times.values():
+            for i, value in enumerate(values):
+                per_call[i * calls // len(values)] += value
         return statistics.median(per_call)
 
 
@@ -208,7 +212,10 @@ def measure(output: Path) -> None:
         mixed(LLAMA_8B, 64),
     ]
     device = jax.devices()[0]
-    ceilings = {"copy_bytes_per_s": copy_bandwidth(), "matmul_flop_per_s": matmul_rate()}
+    ceilings = {
+        "copy_bytes_per_s": copy_bandwidth().value,
+        "matmul_flop_per_s": matmul_rate().value,
+    }
     result = describe(threads=1) | {
         "benchmark": "paged_attention",
         "gpu": device.device_kind,

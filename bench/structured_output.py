@@ -13,15 +13,19 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import jax
 import jsonschema
 from schemas import Schema, SchemaMaker, longest
 
 from jaxserve import LLM, CompletionOutput, SamplingParams, StructuredOutputsParams
 from jaxserve.bench.environment import describe, write_result
+from jaxserve.engine.grammar_masks import GrammarMasks
 
 MAX_RATIO = 1.15
 PROMPT = "Here is a record of the measurements, as JSON, with invented values:\n"
@@ -45,40 +49,43 @@ def answers_to(llm: LLM, params: Sequence[SamplingParams]) -> list[CompletionOut
 def step_times(llm: LLM, params: Sequence[SamplingParams]) -> list[float]:
     """Seconds of each step that decodes all the requests; ends with the first of them."""
     engine = llm.engine
-    for one in params:
-        engine.add(engine.prepare(PROMPT, one))
+    submissions = [engine.prepare(PROMPT, one) for one in params]
+    for submission in submissions:
+        engine.add(submission)
+    reading = {submission.output.request_id for submission in submissions}
     times = []
     has_ended = False
     while not has_ended:
-        launched = engine._in_flight[-1].scheduled if engine._in_flight else None
         begin = time.perf_counter()
         deltas = engine.step()
         seconds = time.perf_counter() - begin
         has_ended = any(delta.finish_reason is not None for delta in deltas)
-        if launched is not None and launched.num_decode == len(params) and not has_ended:
-            times.append(seconds / launched.num_steps)
+        # The step that gave these was launched after every request had a token: all decode in it.
+        if not reading and not has_ended:
+            times.append(seconds / max(len(delta.token_ids) for delta in deltas))
+        reading -= {delta.request_id for delta in deltas}
     engine.reset()
     return times
 
 
-class MaskClock:
-    """Times what the host does for the masks of a step, but for its wait for the device."""
+@contextmanager
+def mask_clock() -> Iterator[list[float]]:
+    """In the block: seconds of the host for the masks of each step, but for its wait for the
+    device."""
+    fill = GrammarMasks.fill
+    seconds: list[float] = []
 
-    def __init__(self, llm: LLM) -> None:
-        masks = llm.engine._masks
-        fill = masks.fill
-        self.seconds: list[float] = []
+    def timed_fill(masks, scheduled, states, previous, num_rows):
+        if previous is not None and any(state.matcher for state in states.values()):
+            previous.token_ids()
+        begin = time.perf_counter()
+        filled = fill(masks, scheduled, states, previous, num_rows)
+        if filled is not None:
+            seconds.append(time.perf_counter() - begin)
+        return filled
 
-        def timed_fill(scheduled, states, previous, num_rows):
-            if previous is not None and any(state.matcher for state in states.values()):
-                previous.token_ids()
-            begin = time.perf_counter()
-            filled = fill(scheduled, states, previous, num_rows)
-            if filled is not None:
-                self.seconds.append(time.perf_counter() - begin)
-            return filled
-
-        masks.fill = timed_fill
+    with patch.object(GrammarMasks, "fill", timed_fill):
+        yield seconds
 
 
 def count_valid(answers: Sequence[CompletionOutput], schemas: Sequence[Schema]) -> int:
@@ -102,20 +109,20 @@ def measure(llm: LLM, schemas: list[Schema], num_pairs: int) -> dict[str, Any]:
     for one in grammars:
         llm.engine.prepare(PROMPT, one)
     compile_s = time.perf_counter() - begin
-    clock = MaskClock(llm)
-    answers = answers_to(llm, grammars)
-    num_valid = count_valid(answers, schemas)
-    lengths = [len(answer.token_ids) for answer in answers]
-    cases = {
-        "grammars": grammars,
-        "free": [free(length, i) for i, length in enumerate(lengths)],
-    }
-    steps: dict[str, list[float]] = {name: [] for name in cases}
-    first_masks = len(clock.seconds)
-    for pair in range(num_pairs):
-        for name in sorted(cases, reverse=pair % 2 == 0):
-            times = step_times(llm, cases[name])
-            steps[name].append(statistics.median(times))
+    with mask_clock() as masks_s:
+        answers = answers_to(llm, grammars)
+        num_valid = count_valid(answers, schemas)
+        lengths = [len(answer.token_ids) for answer in answers]
+        cases = {
+            "grammars": grammars,
+            "free": [free(length, i) for i, length in enumerate(lengths)],
+        }
+        steps: dict[str, list[float]] = {name: [] for name in cases}
+        first_masks = len(masks_s)
+        for pair in range(num_pairs):
+            for name in sorted(cases, reverse=pair % 2 == 0):
+                times = step_times(llm, cases[name])
+                steps[name].append(statistics.median(times))
     ratios = [a / b for a, b in zip(steps["grammars"], steps["free"], strict=True)]
     ratio = statistics.median(ratios)
     spread = max(max(values) / min(values) for values in (*steps.values(), ratios)) - 1
@@ -126,8 +133,8 @@ def measure(llm: LLM, schemas: list[Schema], num_pairs: int) -> dict[str, Any]:
         "num_steps_a_run": len(times),
         "step_ms": {name: [round(1e3 * s, 3) for s in values] for name, values in steps.items()},
         "mask_ms": {
-            "grammars_seen_first": percentiles(clock.seconds[:first_masks]),
-            "timed": percentiles(clock.seconds[first_masks:]),
+            "grammars_seen_first": percentiles(masks_s[:first_masks]),
+            "timed": percentiles(masks_s[first_masks:]),
         },
         "ratios": [round(value, 3) for value in ratios],
         "ratio": round(ratio, 3),
@@ -156,12 +163,11 @@ def main() -> None:
         kv_cache_memory_bytes=1 << 30,
         enable_prefix_caching=False,
     ) as llm:
-        device = llm.engine._parts.replicated.mesh.devices.flat[0].device_kind
         measured = measure(llm, schemas, args.pairs)
     about = {
         "benchmark": "structured_output",
         "model": args.model,
-        "device": device,
+        "device": jax.devices()[0].device_kind,
         "num_requests": args.num_requests,
     }
     write_result(args.output, describe(threads=os.cpu_count() or 1) | about | measured)

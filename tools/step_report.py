@@ -17,9 +17,8 @@ import argparse
 import json
 import os
 import tempfile
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,15 +29,14 @@ from hlo_bytes import kernel_bytes
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from jaxserve.bench.ceilings import copy_bandwidth
-from jaxserve.bench.engine import JaxserveEngine, device_events, is_copy
+from jaxserve.bench.engine import JaxserveEngine
 from jaxserve.bench.environment import describe
+from jaxserve.bench.offline import time_steps
+from jaxserve.bench.profile import is_copy, trace
 from jaxserve.bench.shapes import SHAPES, write_shape
 from jaxserve.bench.thunks import count_launches, dump_options, every_thunk, read_thunks
-from jaxserve.bench.timing import Row, measure
 from jaxserve.bench.workloads import TokenRequest, make_requests
-from jaxserve.engine.buckets import pick_bucket
-from jaxserve.engine.programs import GPU_OPTIONS, abstract_arguments
-from jaxserve.engine.step import make_step
+from jaxserve.engine.programs import GPU_OPTIONS
 from jaxserve.model.config import ModelConfig
 
 _STEPS_PROFILED = 16
@@ -113,39 +111,16 @@ def prefill_phase(args: argparse.Namespace, vocab_size: int, num_tokens: int) ->
     return Phase("prefill", requests, (2, 10), (1, 5), num_tokens, num_tokens)
 
 
-def step_ms(engine: JaxserveEngine, phase: Phase, warm_up_s: float) -> tuple[Row, float]:
-    """(milliseconds of a step, of which the device may have waited for the host)."""
-    few, many = (phase.requests(steps) for steps in phase.timed_steps)
-    num_steps = phase.timed_steps[1] - phase.timed_steps[0]
-    gaps_ms: list[float] = []
-
-    def run() -> float:
-        marks = [_marked(engine, requests) for requests in (few, many)]
-        (few_s, few_gap_s), (many_s, many_gap_s) = marks
-        gaps_ms.append(1000 * (many_gap_s - few_gap_s) / num_steps)
-        return 1000 * (many_s - few_s) / num_steps
-
-    row = measure(run, lambda: engine.generate(few), warm_up_s)
-    return row, max(sum(gaps_ms) / len(gaps_ms), 0.0)
-
-
-def _marked(engine: JaxserveEngine, requests: Sequence[TokenRequest]) -> tuple[float, float]:
-    """Seconds of a run, and of its waits for the host."""
-    gap, begin = engine.host_gap_s(), time.perf_counter()
-    engine.generate(requests)
-    return time.perf_counter() - begin, engine.host_gap_s() - gap
-
-
 def profiled(engine: JaxserveEngine, phase: Phase) -> dict[str, tuple[float, float]]:
     """Kernel or copy: how many a step, milliseconds a step."""
     num_steps = phase.profiled_steps[1] - phase.profiled_steps[0]
     counts: Counter[str] = Counter()
     nanoseconds: Counter[str] = Counter()
     for sign, steps in zip((-1, 1), phase.profiled_steps, strict=True):
-        profile = engine.trace(phase.requests(steps))
-        for name, duration_ns in device_events(profile):
-            counts[name] += sign
-            nanoseconds[name] += sign * duration_ns
+        requests = phase.requests(steps)
+        for event in trace(lambda requests=requests: engine.generate(requests)):
+            counts[event.name] += sign
+            nanoseconds[event.name] += sign * event.duration_ns
     return {
         name: (counts[name] / num_steps, nanoseconds[name] / num_steps / 1e6)
         for name in counts
@@ -171,15 +146,7 @@ def model_bytes(model: ModelConfig, itemsize: int, phase: Phase) -> dict[str, fl
 
 def compiled_program(engine: JaxserveEngine, phase: Phase) -> tuple[str, dict[str, Any]]:
     """(optimised HLO, what it launches a step) of the program that ran."""
-    parts = engine.parts
-    mesh, config = parts.replicated.mesh, parts.scheduler_config
-    bucket = pick_bucket(parts.buckets, phase.num_tokens)
-    several = parts.num_decode_steps(phase.num_tokens) if phase.name == "decode" else 1
-    layout = parts.programs.layouts[bucket]
-    arguments = abstract_arguments(
-        parts.definition, mesh, layout, config.num_blocks, config.max_num_seqs
-    )
-    lowered = make_step(parts.definition, mesh, layout, several).lower(*arguments)
+    lowered, several = engine.engine.lower_step(phase.num_tokens, decode=phase.name == "decode")
     with tempfile.TemporaryDirectory() as folder, compiling_anew():
         program = lowered.compile(GPU_OPTIONS | dump_options(Path(folder)))
         thunks = read_thunks(Path(folder))
@@ -274,7 +241,7 @@ def main() -> None:
     os.environ["XLA_FLAGS"] = f"{flags} --xla_enable_command_buffers_during_profiling=true".strip()
     if jax.default_backend() != "gpu":
         raise SystemExit("a step report needs a GPU: this machine's JAX has none")
-    copy = copy_bandwidth(2 << 30, args.warm_up_s)
+    copy = copy_bandwidth(warm_up_s=args.warm_up_s)
     with tempfile.TemporaryDirectory() as folder:
         engine = JaxserveEngine(
             model=str(write_shape(args.shape, Path(folder) / args.shape)),
@@ -286,16 +253,20 @@ def main() -> None:
             compilation_cache_dir=args.compilation_cache_dir,
             **{name: getattr(args, name) for name in ("dtype", "max_num_seqs", "seed")},
         )
-        model, config = engine.parts.definition.config, engine.parts.scheduler_config
+        model, config = engine.engine.model_config, engine.engine.scheduler_config
         phase = (
             decode_phase(args, model.vocab_size)
             if args.phase == "decode"
             else prefill_phase(args, model.vocab_size, config.max_num_batched_tokens)
         )
-        row, host_ms = step_ms(engine, phase, args.warm_up_s)
+        few, many = phase.timed_steps
+        row, host_ms = time_steps(
+            engine, phase.name, phase.requests(few), phase.requests(many), many - few,
+            args.warm_up_s,
+        )  # fmt: skip
         found = profiled(engine, phase)
         hlo, launches = compiled_program(engine, phase)
-        itemsize = engine.parts.definition.dtype.itemsize
+        itemsize = engine.engine.dtype.itemsize
         rates = kernel_bytes(hlo), model_bytes(model, itemsize, phase), copy.value
         engine.close()
     busy_ms = sum(ms for _, ms in found.values())

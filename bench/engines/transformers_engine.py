@@ -38,7 +38,7 @@ class TransformersEngine:
     def _prepare(self, job: dict[str, Any]) -> None:
         pass
 
-    def host_gap_s(self) -> None:
+    def waits(self, kind: str) -> None:
         return None
 
     def profile(self, requests: Sequence[TokenRequest]) -> KernelStats | None:

@@ -68,7 +68,7 @@ class VllmEngine:
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
         return [len(output.outputs[0].token_ids) for output in outputs]
 
-    def host_gap_s(self) -> None:
+    def waits(self, kind: str) -> None:
         return None
 
     def profile(self, requests: Sequence[TokenRequest]) -> KernelStats | None:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxserve.bench.timing import Row, measure
 
+COPY_BYTES, MATMUL_SIZE, WARM_UP_S = 2 << 30, 8192, 3.0
 _ROUNDS = 20
 
 
@@ -24,7 +25,7 @@ def _rate(work: Callable[[], jax.Array], amount: float) -> Callable[[], float]:
     return run
 
 
-def copy_bandwidth(num_bytes: int, warm_up_s: float) -> Row:
+def copy_bandwidth(num_bytes: int = COPY_BYTES, warm_up_s: float = WARM_UP_S) -> Row:
     """Bytes read and written a second."""
     source = jax.random.normal(jax.random.key(0), (num_bytes // 4,), jnp.float32)
     negate = jax.jit(lambda x: -x)
@@ -32,7 +33,7 @@ def copy_bandwidth(num_bytes: int, warm_up_s: float) -> Row:
     return measure(run, run, warm_up_s)
 
 
-def matmul_rate(size: int, warm_up_s: float) -> Row:
+def matmul_rate(size: int = MATMUL_SIZE, warm_up_s: float = WARM_UP_S) -> Row:
     """Floating-point operations a second of a square product of normal bf16 numbers."""
     keys = jax.random.split(jax.random.key(0))
     a, b = (jax.random.normal(key, (size, size), jnp.bfloat16) for key in keys)

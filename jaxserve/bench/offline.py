@@ -44,9 +44,10 @@ class OfflineEngine(Protocol):
     def profile(self, requests: Sequence[TokenRequest]) -> KernelStats | None:
         """As `generate`, under a profiler; None where the engine or machine has none."""
 
-    def host_gap_s(self) -> float | None:
-        """Seconds so far that the device has waited for the host between steps, at most; None where
-        the engine does not tell."""
+    def waits(self, kind: str) -> tuple[float, int] | None:
+        """Seconds so far that the device has waited, at most, for launches of steps of this kind
+        ("decode", "prefill" or "mixed"), and how many such steps there were; None where the engine
+        does not tell."""
 
     def close(self) -> None:
         """Give the memory back."""
@@ -84,32 +85,24 @@ def run_decode(
     """Milliseconds of a decode step at each batch size: what `output_len` tokens take longer than
     SHORT_OUTPUT, or a quarter of `output_len` if that is less, over the steps between.
 
-    `host_gap_ms` is the part of it that the device may have waited for the host, where the engine
-    tells. The context grows from `input_len` plus the short output to `input_len + output_len`.
+    `host_gap_ms` is how long the device may have waited for the launch of one, over all decode
+    steps of these runs, where the engine tells. The context grows from `input_len` plus the short
+    output to `input_len + output_len`.
     """
     short = min(SHORT_OUTPUT, output_len // 4)
     rows: dict[int, Row] = {}
     kernels: dict[int, dict[str, float]] = {}
-    gaps_ms: dict[int, list[float]] = {size: [] for size in batch_sizes}
+    gaps_ms: dict[int, float] = {}
     for batch_size in batch_sizes:
 
         def batch(num_tokens: int, size: int = batch_size) -> list[TokenRequest]:
             return make_requests([(input_len, num_tokens)] * size, vocab_size, seed)
 
-        few, many = batch(short), batch(output_len)
-
-        def step_ms(few=few, many=many, gaps=gaps_ms[batch_size]) -> float:
-            marks = [engine.host_gap_s()]
-            seconds = []
-            for requests in (few, many):
-                seconds.append(_seconds(engine, requests))
-                marks.append(engine.host_gap_s())
-            if None not in marks:
-                waited_s = (marks[2] - marks[1]) - (marks[1] - marks[0])
-                gaps.append(waited_s / (output_len - short) * 1000)
-            return (seconds[1] - seconds[0]) / (output_len - short) * 1000
-
-        rows[batch_size] = measure(step_ms, lambda few=few: _run(engine, few), warm_up_s)
+        rows[batch_size], gap_ms = time_steps(
+            engine, "decode", batch(short), batch(output_len), output_len - short, warm_up_s
+        )
+        if gap_ms is not None:
+            gaps_ms[batch_size] = gap_ms
         if profile:
             found = [engine.profile(batch(num_tokens)) for num_tokens in _PROFILED]
             if None not in found:
@@ -123,11 +116,38 @@ def run_decode(
         "decode_step_ms": {str(size): round(row.value, 4) for size, row in rows.items()},
         "kernels_per_step": kernels[first]["kernels"] if first in kernels else None,
         "profiles": {str(size): stats for size, stats in kernels.items()},
-        "host_gap_ms": {str(s): round(sum(g) / len(g), 4) for s, g in gaps_ms.items() if g},
+        "host_gap_ms": {str(size): round(ms, 4) for size, ms in gaps_ms.items()},
         "rows": {str(size): row.as_json() for size, row in rows.items()},
         "spread": max(row.spread for row in rows.values()),
         "flagged": any(row.flagged for row in rows.values()),
     }
+
+
+def time_steps(
+    engine: OfflineEngine,
+    kind: str,
+    few: Sequence[TokenRequest],
+    many: Sequence[TokenRequest],
+    num_steps: int,
+    warm_up_s: float,
+) -> tuple[Row, float | None]:
+    """(milliseconds of a step, of which the device may have waited for the host; None if unknown).
+
+    A step is what `many` takes longer than `few`, over the `num_steps` between. The wait is that of
+    steps of this kind in the same runs, not a difference: it has no noise of their prompts.
+    """
+    gaps_ms: list[float] = []
+
+    def step_ms() -> float:
+        before = engine.waits(kind)
+        few_s, many_s = _seconds(engine, few), _seconds(engine, many)
+        after = engine.waits(kind)
+        if before is not None and after[1] > before[1]:
+            gaps_ms.append(1000 * (after[0] - before[0]) / (after[1] - before[1]))
+        return 1000 * (many_s - few_s) / num_steps
+
+    row = measure(step_ms, lambda: _run(engine, few), warm_up_s)
+    return row, sum(gaps_ms) / len(gaps_ms) if gaps_ms else None
 
 
 def _per_step(few: KernelStats, many: KernelStats) -> dict[str, float]:

@@ -93,6 +93,11 @@ class Engine:
         """Tokens that the KV cache holds."""
         return (self.scheduler_config.num_blocks - 1) * self.scheduler_config.block_size
 
+    def lower_step(self, num_tokens: int, *, decode: bool) -> tuple[jax.stages.Lowered, int]:
+        """(the program of a dispatch, yet to be compiled; how many steps it takes): each step of so
+        many tokens, and all of them of decode rows, or not."""
+        return self._parts.lower_step(num_tokens, decode=decode)
+
     @property
     def num_running(self) -> int:
         """Sequences that have a slot and blocks."""
@@ -237,7 +242,7 @@ class Engine:
         )
         launched = time.monotonic()
         if previous is not None:
-            self._steps.host_gap_s.observe(self._gap_between(previous, launched))
+            self._steps.observe_gap(scheduled, self._gap_between(previous, launched))
         self._in_flight.append(InFlight(scheduled, output, logprobs, launched))
         self._num_steps += scheduled.num_steps
 

@@ -110,6 +110,19 @@ def abstract_arguments(
     return params, (kv_cache,) * definition.config.num_layers, slots, packed, token_masks
 
 
+def lower_step(
+    definition: ModelDefinition,
+    mesh: Mesh,
+    layout: BatchLayout,
+    num_steps: int,
+    num_blocks: int,
+    max_num_seqs: int,
+) -> jax.stages.Lowered:
+    """The program of one step, or of several decode steps in one dispatch, yet to be compiled."""
+    arguments = abstract_arguments(definition, mesh, layout, num_blocks, max_num_seqs)
+    return make_step(definition, mesh, layout, num_steps).lower(*arguments)
+
+
 def token_masks_shape(bucket: Bucket, vocab_size: int) -> tuple[int, int]:
     """[B, W] of the masks that a bucket's step takes."""
     return bucket.num_rows, num_mask_words(vocab_size)
@@ -138,10 +151,8 @@ def compile_programs(
 
     def compile_step(layout: BatchLayout, num_steps: int) -> Callable:
         def compile_it() -> jax.stages.Compiled:
-            step = make_step(definition, mesh, layout, num_steps)
-            arguments = abstract_arguments(definition, mesh, layout, num_blocks, max_num_seqs)
             with lowering:
-                lowered = step.lower(*arguments)
+                lowered = lower_step(definition, mesh, layout, num_steps, num_blocks, max_num_seqs)
             return lowered.compile(options)
 
         return cache.load_or_compile(compile_it, "step", layout, num_steps, num_blocks)

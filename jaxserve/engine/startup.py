@@ -23,6 +23,7 @@ from jaxserve.engine.programs import (
     compile_programs,
     executables_folder,
     input_sharding,
+    lower_step,
     padding_batch,
     token_masks_shape,
     use_compilation_cache,
@@ -67,6 +68,17 @@ class EngineParts:
         """How many steps one dispatch may take, should all `num_running` sequences decode."""
         bucket = pick_bucket(self.buckets, max(num_running, 1))
         return self.steps_per_dispatch if bucket in self.programs.decode_steps else 1
+
+    def lower_step(self, num_tokens: int, *, decode: bool) -> tuple[jax.stages.Lowered, int]:
+        """(the program of a dispatch, yet to be compiled; how many steps it takes): each step of so
+        many tokens, and all of them of decode rows, or not."""
+        num_steps = self.num_decode_steps(num_tokens) if decode else 1
+        config, mesh = self.scheduler_config, self.replicated.mesh
+        layout = self.programs.layouts[pick_bucket(self.buckets, num_tokens)]
+        lowered = lower_step(
+            self.definition, mesh, layout, num_steps, config.num_blocks, config.max_num_seqs
+        )
+        return lowered, num_steps
 
     def make_state(self) -> None:
         """Make the KV cache and the slots' state anew, empty."""

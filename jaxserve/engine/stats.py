@@ -43,26 +43,35 @@ class StepStats:
     )
     """By kind: from a step's launch, or the end of the one before it if that is later, until its
     tokens were on the host."""
-    host_gap_s: Histogram = field(default_factory=lambda: Histogram.of(_GAP_BOUNDS_S))
-    """How long the device may have waited for a launch, at most: 0 if the dispatch before was still
-    running by then, else the host's time since the result before that."""
+    host_gap_s: dict[str, Histogram] = field(
+        default_factory=lambda: {kind: Histogram.of(_GAP_BOUNDS_S) for kind in STEP_KINDS}
+    )
+    """By kind: how long the device may have waited for a launch, at most: 0 if the dispatch before
+    was still running by then, else the host's time since the result before that."""
     num_tokens: Histogram = field(default_factory=lambda: Histogram.of(_TOKEN_BOUNDS))
     """Tokens in a step."""
 
     def observe(self, scheduled: SchedulerOutput, seconds: float) -> None:
-        kind = "mixed"
-        if scheduled.num_decode in (0, len(scheduled.scheduled)):
-            kind = "decode" if scheduled.num_decode else "prefill"
         num_steps = scheduled.num_steps
-        self.step_time_s[kind].observe(seconds / num_steps, num_steps)
+        self.step_time_s[_kind(scheduled)].observe(seconds / num_steps, num_steps)
         self.num_tokens.observe(scheduled.num_tokens, num_steps)
+
+    def observe_gap(self, scheduled: SchedulerOutput, seconds: float) -> None:
+        """Before the launch of `scheduled`."""
+        self.host_gap_s[_kind(scheduled)].observe(seconds)
 
     def copy(self) -> "StepStats":
         return StepStats(
             {kind: histogram.copy() for kind, histogram in self.step_time_s.items()},
-            self.host_gap_s.copy(),
+            {kind: histogram.copy() for kind, histogram in self.host_gap_s.items()},
             self.num_tokens.copy(),
         )
+
+
+def _kind(scheduled: SchedulerOutput) -> str:
+    if scheduled.num_decode in (0, len(scheduled.scheduled)):
+        return "decode" if scheduled.num_decode else "prefill"
+    return "mixed"
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,8 +139,9 @@ class ServerMetrics:
         )
         yield self._histogram(
             "host_gap_seconds",
-            "The device's wait for a launch, at most",
-            each(lambda s: s.steps.host_gap_s),
+            "The device's wait for a launch, at most, by what the step holds",
+            [((rank, kind), h) for rank, s in stats for kind, h in s.steps.host_gap_s.items()],
+            "kind",
         )
         yield self._counter(
             "compilations",

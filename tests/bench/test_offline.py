@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 
 from jaxserve.bench import offline
-from jaxserve.bench.engine import kernel_stats
 from jaxserve.bench.floors import (
     decode_floor_ms,
     kv_bytes_per_token,
@@ -16,6 +15,7 @@ from jaxserve.bench.floors import (
     workload_floor_s,
 )
 from jaxserve.bench.offline import KernelStats, run_decode, run_workload
+from jaxserve.bench.profile import device_events, kernel_stats
 from jaxserve.bench.records import KEYS
 from jaxserve.bench.shapes import SHAPES
 from jaxserve.bench.timing import measure
@@ -26,6 +26,7 @@ from jaxserve.bench.workloads import (
     make_requests,
     save_requests,
 )
+from jaxserve.engine.stats import StepStats
 from jaxserve.model.config import ModelConfig
 
 SMALL_ENGINE = (
@@ -36,13 +37,13 @@ SMALL_ENGINE = (
 
 class FakeEngine:
     """Takes 1 s a request, 10 ms a prompt token and, for each output token, 1 ms and 0.1 ms a row;
-    the host is to blame for 0.25 ms of that."""
+    the host is to blame for 0.25 ms of that, and for a time that differs before the first."""
 
     max_num_seqs = 4
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.waited = 0.0
+        self.waited = {"decode": [0.0, 0], "prefill": [0.0, 0]}
         self.calls = []
         self.speed = 1.0
 
@@ -52,15 +53,20 @@ class FakeEngine:
         steps = max(r.output_len for r in requests)
         step_s = 0.001 + 0.0001 * len(requests)
         self.now += (len(requests) + 0.01 * prompts + steps * step_s) / self.speed
-        self.waited += steps * 0.00025
+        for kind, seconds, num_steps in (
+            ("decode", steps * 0.00025, steps),
+            ("prefill", 1 / len(self.calls), 1),
+        ):
+            self.waited[kind][0] += seconds
+            self.waited[kind][1] += num_steps
         return [r.output_len for r in requests]
 
     def profile(self, requests):
         steps = max(r.output_len for r in requests)
         return KernelStats(100 + 30 * steps, 5 + 2 * steps, 1.0 + 0.0005 * steps)
 
-    def host_gap_s(self):
-        return self.waited
+    def waits(self, kind):
+        return tuple(self.waited[kind])
 
 
 @pytest.fixture
@@ -137,6 +143,11 @@ def test_decode_steps_are_told_from_prefill(engine):
     assert engine.calls[:5] == [[(16, n)] for n in (64, 64, 512, 64, 512)]
 
 
+def test_an_engine_that_tells_no_waits(engine):
+    engine.waits = lambda kind: None
+    assert run_decode(engine, [1], 8, 64, 50, 0, 0)["host_gap_ms"] == {}
+
+
 def test_rates_of_a_workload(engine):
     result = run_workload(engine, make_requests([(100, 100)] * 8, 50, 0), 0)
     seconds = 8 + 8 + 0.18
@@ -173,7 +184,8 @@ def test_each_kernel_counts_once():
 
     def line(name, *events):
         shown = "".join(
-            f"events {{ metadata_id: {m} offset_ps: 0 duration_ps: {ps} }} " for m, ps in events
+            f"events {{ metadata_id: {m} offset_ps: {start} duration_ps: {ps} }} "
+            for m, start, ps in events
         )
         return f'lines {{ name: "{name}" {shown} }}'
 
@@ -182,15 +194,20 @@ def test_each_kernel_counts_once():
         f'event_metadata {{ key: {k} value {{ id: {k} name: "{n}" }} }} ' for k, n in names.items()
     )
     lines = [
-        line("Stream #13(Compute)", (1, 2_000_000), (1, 3_000_000)),
-        line("Stream #14(MemcpyD2H)", (2, 1_000_000)),
-        line("XLA Modules", (3, 9_000_000)),
+        line("Stream #13(Compute)", (1, 4_000_000, 2_000_000), (1, 1_000_000, 3_000_000)),
+        line("Stream #14(MemcpyD2H)", (2, 7_000_000, 1_000_000)),
+        line("XLA Modules", (3, 0, 9_000_000)),
     ]
-    host = line("python", (1, 1_000_000), (4, 1_000_000), (4, 1_000_000))
+    host = line("python", (1, 0, 1_000_000), (4, 0, 1_000_000), (4, 0, 1_000_000))
     other = f'planes {{ name: "/host:CPU" {host} {metadata} }}'
     text = f'planes {{ name: "/device:GPU:0" {" ".join(lines)} {metadata} }} {other}'
     profile = ProfileData.from_text_proto(text)
-    assert kernel_stats(profile) == KernelStats(2, 1, pytest.approx(6e-6))
+    events = device_events(profile)
+    # In the order of their starts, whatever stream they ran on.
+    assert [(event.name, event.duration_ns) for event in events] == [
+        ("gemm_fusion", 3000), ("gemm_fusion", 2000), ("MemcpyD2H", 1000)
+    ]  # fmt: skip
+    assert kernel_stats(events) == KernelStats(2, 1, pytest.approx(6e-6))
 
 
 def test_floors():
@@ -258,7 +275,6 @@ def test_latency_greedy_and_sampled(cli, monkeypatch, flags):
                 startup_s={},
                 scheduler_config=scheduler,
                 model_config=model,
-                _parts=None,
             )
 
         def generate(self, prompts, params, use_tqdm):
@@ -267,8 +283,7 @@ def test_latency_greedy_and_sampled(cli, monkeypatch, flags):
             return [SimpleNamespace(outputs=[answer]) for answer in answers]
 
         def stats(self):
-            host_gap_s = SimpleNamespace(total=0.0)
-            return SimpleNamespace(steps=SimpleNamespace(host_gap_s=host_gap_s))
+            return SimpleNamespace(steps=StepStats())
 
         def close(self):
             pass

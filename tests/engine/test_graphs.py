@@ -8,8 +8,7 @@ import pytest
 from jaxserve.bench.thunks import Thunk, count_launches, dump_options, every_thunk, read_thunks
 from jaxserve.engine.buckets import Bucket
 from jaxserve.engine.forward_batch import BatchLayout
-from jaxserve.engine.programs import GPU_OPTIONS, abstract_arguments
-from jaxserve.engine.step import make_step
+from jaxserve.engine.programs import GPU_OPTIONS, lower_step
 from jaxserve.model.config import ModelConfig
 from jaxserve.model.definition import ModelDefinition
 from sharding import make_mesh
@@ -46,9 +45,8 @@ def thunks_of_step(folder: Path, num_steps: int) -> list[Thunk]:
     definition = ModelDefinition.create(
         CONFIG, tensor_parallel_size=1, dtype="bfloat16", attention_impl="triton"
     )
-    arguments = abstract_arguments(definition, mesh, LAYOUT, 1000, 64)
-    step = make_step(definition, mesh, LAYOUT, num_steps)
-    step.lower(*arguments).compile(GPU_OPTIONS | dump_options(folder))
+    lowered = lower_step(definition, mesh, LAYOUT, num_steps, 1000, 64)
+    lowered.compile(GPU_OPTIONS | dump_options(folder))
     return read_thunks(folder)
 
 
