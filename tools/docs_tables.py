@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from statistics import mean
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -71,8 +70,14 @@ def shutdown(result: dict) -> Table:
 
 
 def paged_attention(result: dict) -> Table:
-    """Every kernel and shape, with what it reaches of its ceiling."""
-    lines = ["| rows | heads, kv heads, size; block | kernel | time | |", "|---|---|---|---|---|"]
+    """The ceilings of the session; every kernel and shape, with what it reaches of its own."""
+    copy, product = result["copy_bytes_per_s"] / 1e12, result["matmul_flop_per_s"] / 1e12
+    lines = [
+        f"A copy moved {copy:.2f} TB/s, a large matrix product reached {product:.0f} TFLOP/s, with "
+        f"jax {result['versions']['jax']}.",
+        "",
+    ]
+    lines += ["| rows | heads, kv heads, size; block | kernel | time | |", "|---|---|---|---|---|"]
     for row in result["rows"]:
         reached = ""
         if "of_copy_bandwidth" in row:
@@ -85,46 +90,6 @@ def paged_attention(result: dict) -> Table:
         what = row["workload"].replace("-", " ").replace("x", " x ")
         time = f"{row['time_us']:.{1 if row['time_us'] < 1000 else 0}f} us"
         lines.append(f"| {what} | {shape} | {row['impl']} | {time} | {reached} |")
-    return lines
-
-
-def decode_variants(result: dict) -> Table:
-    """Milliseconds of a decode step by what ran in it, and the sum of its kernels."""
-    batch_sizes = sorted({row["batch"] for row in result["rows"]})
-    ms = {(row["variant"], row["batch"]): mean(row["ms_per_step"]) for row in result["rows"]}
-    head = " | ".join(f"batch {size}" for size in batch_sizes)
-    lines = [f"| what ran | {head} |", f"|---|{'---|' * len(batch_sizes)}"]
-    for variant, what in result["variants"].items():
-        cells = [_number(ms.get((variant, size))) for size in batch_sizes]
-        lines.append(f"| {variant}: {what} | {' | '.join(cells)} |")
-    for variant in dict.fromkeys(profile["variant"] for profile in result["profiles"]):
-        found = {p["batch"]: p for p in result["profiles"] if p["variant"] == variant}
-        cells = [
-            f"{found[size]['busy_us'] / 1000:.2f} ({found[size]['kernels']:.0f})"
-            if size in found
-            else ""
-            for size in batch_sizes
-        ]
-        lines.append(f"| {variant}: its kernels added up (how many) | {' | '.join(cells)} |")
-    return lines
-
-
-def decode_step(result: dict) -> Table:
-    """Milliseconds of a decode step through the engine."""
-    columns = [
-        (name, run)
-        for run in result["runs"]
-        for name in dict.fromkeys(key.rsplit("-", 1)[0] for key in run["ms"])
-    ]
-    batch_sizes = sorted(
-        {int(key.rsplit("-", 1)[1]) for run in result["runs"] for key in run["ms"]}
-    )
-    head = " | ".join(f"{name}, {run['steps_per_dispatch']} steps" for name, run in columns)
-    lines = [f"| batch | {head} |", f"|---|{'---|' * len(columns)}"]
-    for size in batch_sizes:
-        found = [run["ms"].get(f"{name}-{size}") for name, run in columns]
-        cells = [_number(row and mean(row["passes"])) for row in found]
-        lines.append(f"| {size} | {' | '.join(cells)} |")
     return lines
 
 
@@ -162,7 +127,8 @@ def latency(*results: dict) -> Table:
             flag = " !" if row and row["flagged"] else ""
             cells.append(" / ".join(f"{ms:.2f}" for ms in passes) + flag)
         kind = "sampled" if result["sampled"] else "greedy"
-        where = f"{result['model']}, {kind}"
+        first, last = result["input_len"], result["input_len"] + result["output_len"]
+        where = f"{result['model']}, {kind}, contexts of {first} to {last} tokens"
         lines.append(f"| {where} | {' | '.join(cells)} | {result['ready_s']:.1f} s |")
     return lines
 
@@ -199,17 +165,11 @@ def _rows(rows: dict[str, str], what: str = "what") -> Table:
     return [f"| {what} | measured |", "|---|---|", *(f"| {k} | {v} |" for k, v in rows.items())]
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
-
-
 TABLES: dict[str, Callable[..., Table]] = {
     "clients": clients,
     "soak": soak,
     "shutdown": shutdown,
     "paged_attention_h200": paged_attention,
-    "decode_variants_0.5b": decode_variants,
-    "decode_step_0.5b": decode_step,
     "latency-*": latency,
     "linear_h200": linear,
     "step_report-*": step_reports,
