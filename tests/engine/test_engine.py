@@ -4,7 +4,6 @@ import dataclasses
 import random
 
 import jax
-import jax.monitoring
 import numpy as np
 import pytest
 
@@ -139,94 +138,6 @@ def test_stop_token_ends_and_min_tokens_holds_it_back(llm, prompts, solo):
     assert output.outputs[0].finish_reason == "length"
 
 
-def test_logprobs_are_the_raw_distribution(llm, prompts):
-    params = SamplingParams(
-        temperature=0, max_tokens=5, ignore_eos=True, logprobs=3, prompt_logprobs=2
-    )
-    (output,) = llm.generate(prompts[2], params, use_tqdm=False)
-    completion = output.outputs[0]
-    assert len(completion.logprobs) == 5
-    for token, candidates in zip(completion.token_ids, completion.logprobs, strict=True):
-        assert candidates[token].rank == 1
-        assert len(candidates) == 3
-        assert max(c.logprob for c in candidates.values()) == candidates[token].logprob
-    total = sum(
-        c[t].logprob for t, c in zip(completion.token_ids, completion.logprobs, strict=True)
-    )
-    assert completion.cumulative_logprob == pytest.approx(total)
-    assert output.prompt_logprobs[0] is None
-    assert len(output.prompt_logprobs) == len(prompts[2])
-
-
-def test_fault_12_prompt_logprobs_whatever_chunks_and_cache(make_llm, prompts):
-    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=2)
-    chosen = [p for p in prompts if len(p) > 40][:4]
-
-    def measure(llm):
-        outputs = llm.generate(chosen, params, use_tqdm=False)
-        return [[{} if c is None else c for c in o.prompt_logprobs] for o in outputs]
-
-    whole = measure(make_llm(max_num_batched_tokens=64, enable_prefix_caching=False))
-    chunked = make_llm()
-    for measured in (measure(chunked), measure(chunked)):
-        for ours, theirs in zip(measured, whole, strict=True):
-            assert len(ours) == len(theirs)
-            for a, b in zip(ours, theirs, strict=True):
-                assert a.keys() == b.keys()
-                for token in a:
-                    assert a[token].logprob == pytest.approx(b[token].logprob, abs=1e-4)
-                    assert a[token].rank == b[token].rank
-
-
-def test_prompt_logprobs_agree_with_output_logprobs(llm, prompts):
-    """A token that was generated and the same token given as prompt have the same probability."""
-    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
-    (first,) = llm.generate(prompts[4], params, use_tqdm=False)
-    generated = first.outputs[0]
-    whole = prompts[4] + generated.token_ids
-    (second,) = llm.generate(whole, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
-    for i, token in enumerate(generated.token_ids):
-        again = second.prompt_logprobs[len(prompts[4]) + i][token]
-        assert again.logprob == pytest.approx(generated.logprobs[i][token].logprob, abs=1e-4)
-
-
-def test_fault_2_nothing_compiles_after_ready(make_llm, prompts):
-    llm = make_llm()
-    compiled = []
-
-    def listen(event: str, duration: float, **kwargs: object) -> None:
-        if "backend_compile" in event:
-            compiled.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        mixed = [
-            SamplingParams(max_tokens=1 + i % 20, temperature=i % 3, logprobs=i % 4 or None)
-            for i in range(len(prompts))
-        ]
-        llm.generate(prompts, mixed, use_tqdm=False)
-        llm.generate(prompts, SamplingParams(presence_penalty=1, prompt_logprobs=1), use_tqdm=False)
-        assert compiled == []
-        jax.jit(lambda x: x * 3 + 1)(1.0)
-        assert compiled, "the listener must hear compilations"
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-
-
-def test_fault_18_a_step_is_launched_before_the_last_one_is_read(llm, prompts):
-    """A gap is observed where a step is in flight at the launch: at each but the first."""
-    before = llm.stats()
-    llm.generate(prompts[:6], GREEDY, use_tqdm=False)
-    after = llm.stats()
-    num_steps = after.num_steps - before.num_steps
-    assert num_steps > 24
-    gaps = [
-        sum(sum(histogram.counts) for histogram in stats.steps.host_gap_s.values())
-        for stats in (before, after)
-    ]
-    assert gaps[1] - gaps[0] == num_steps - 1
-
-
 @pytest.mark.parametrize(
     ("prompt", "says"),
     [
@@ -276,21 +187,6 @@ def test_longest_prompt_gives_one_token(llm):
     (output,) = llm.generate([3] * 127, SamplingParams(max_tokens=50), use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 1
     assert output.outputs[0].finish_reason == "length"
-
-
-def test_fault_3_not_enough_memory_names_the_bytes(tiny_folder, block_bytes):
-    fields = {"load_format": "dummy", "skip_tokenizer_init": True, "block_size": 8}
-    with pytest.raises(ValueError, match="KV cache") as raised:
-        LLM(str(tiny_folder), max_model_len=512, kv_cache_memory_bytes=8 * block_bytes, **fields)
-    message = str(raised.value)
-    assert f"{65 * block_bytes:,} bytes" in message
-    assert f"{8 * block_bytes:,}" in message
-    assert "max_model_len=56 would fit" in message
-
-
-def test_too_long_for_the_model(tiny_folder):
-    with pytest.raises(ValueError, match="max_model_len=1024 is more than the model was made for"):
-        LLM(str(tiny_folder), max_model_len=1024, load_format="dummy", skip_tokenizer_init=True)
 
 
 def test_abort_at_any_step(llm, prompts, solo):
@@ -455,25 +351,6 @@ def test_parameters_of_the_wrong_type_among_good_ones(llm, prompts, solo):
     with pytest.raises(RequestErrors, match="must be SamplingParams") as raised:
         llm.generate(prompts[:2], [GREEDY, {"temperature": 0}], use_tqdm=False)
     assert tokens(raised.value.outputs[:1]) == solo[:1]
-
-
-@pytest.mark.parametrize(
-    ("fields", "says"),
-    [
-        ({"max_model_len": "64"}, "max_model_len must be an integer, got '64'"),
-        ({"max_num_seqs": 2.5}, "max_num_seqs must be an integer, got 2.5"),
-        ({"block_size": 12}, "block_size must be 8, 16, 32, 64 or 128, got 12"),
-        ({"data_parallel_size": 2}, "data_parallel_size is an option of `jaxserve serve` alone"),
-        ({"dtype": "float16"}, "dtype must be one of auto, float32, bfloat16"),
-        (
-            {"max_num_seqs": 64, "max_num_batched_tokens": 16},
-            "max_num_seqs must be at most max_num_batched_tokens=16, got 64",
-        ),
-    ],
-)
-def test_impossible_configurations(tiny_folder, fields, says):
-    with pytest.raises(ValueError, match=says):
-        LLM(str(tiny_folder), load_format="dummy", skip_tokenizer_init=True, **fields)
 
 
 def test_a_closed_engine_says_so(tiny_folder):

@@ -1,8 +1,14 @@
-"""What a start costs when the same one has been done before."""
+"""What a start costs, what it prepares for, and which ones are refused."""
 
 import json
 import subprocess
 import sys
+
+import jax
+import jax.monitoring
+import pytest
+
+from jaxserve import LLM, SamplingParams
 
 SCRIPT = """
 import json, sys
@@ -34,3 +40,60 @@ def test_fault_1_a_warm_start_compiles_nothing(tiny_folder, tmp_path):
     cold = start(tiny_folder, tmp_path)
     assert cold["misses"] > 3
     assert start(tiny_folder, tmp_path) == {"hits": cold["hits"] + cold["misses"], "misses": 0}
+
+
+def test_fault_2_nothing_compiles_after_ready(make_llm, prompts):
+    llm = make_llm()
+    compiled = []
+
+    def listen(event: str, duration: float, **kwargs: object) -> None:
+        if "backend_compile" in event:
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        mixed = [
+            SamplingParams(max_tokens=1 + i % 20, temperature=i % 3, logprobs=i % 4 or None)
+            for i in range(len(prompts))
+        ]
+        llm.generate(prompts, mixed, use_tqdm=False)
+        llm.generate(prompts, SamplingParams(presence_penalty=1, prompt_logprobs=1), use_tqdm=False)
+        assert compiled == []
+        jax.jit(lambda x: x * 3 + 1)(1.0)
+        assert compiled, "the listener must hear compilations"
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_fault_3_not_enough_memory_names_the_bytes(tiny_folder, block_bytes):
+    fields = {"load_format": "dummy", "skip_tokenizer_init": True, "block_size": 8}
+    with pytest.raises(ValueError, match="KV cache") as raised:
+        LLM(str(tiny_folder), max_model_len=512, kv_cache_memory_bytes=8 * block_bytes, **fields)
+    message = str(raised.value)
+    assert f"{65 * block_bytes:,} bytes" in message
+    assert f"{8 * block_bytes:,}" in message
+    assert "max_model_len=56 would fit" in message
+
+
+def test_too_long_for_the_model(tiny_folder):
+    with pytest.raises(ValueError, match="max_model_len=1024 is more than the model was made for"):
+        LLM(str(tiny_folder), max_model_len=1024, load_format="dummy", skip_tokenizer_init=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"max_model_len": "64"}, "max_model_len must be an integer, got '64'"),
+        ({"max_num_seqs": 2.5}, "max_num_seqs must be an integer, got 2.5"),
+        ({"block_size": 12}, "block_size must be 8, 16, 32, 64 or 128, got 12"),
+        ({"data_parallel_size": 2}, "data_parallel_size is an option of `jaxserve serve` alone"),
+        ({"dtype": "float16"}, "dtype must be one of auto, float32, bfloat16"),
+        (
+            {"max_num_seqs": 64, "max_num_batched_tokens": 16},
+            "max_num_seqs must be at most max_num_batched_tokens=16, got 64",
+        ),
+    ],
+)
+def test_impossible_configurations(tiny_folder, fields, says):
+    with pytest.raises(ValueError, match=says):
+        LLM(str(tiny_folder), load_format="dummy", skip_tokenizer_init=True, **fields)
