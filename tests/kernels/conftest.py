@@ -4,6 +4,7 @@
 around them, in Triton's interpreter on a CPU, where triton and jax-triton are installed.
 """
 
+import dataclasses
 import functools
 import importlib.util
 import os
@@ -35,6 +36,151 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu") and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+# Largest error of one query head's output, relative to its norm.
+TOLERANCE = {"float32": 2e-5, "bfloat16": 1.5e-2}
+
+
+@dataclasses.dataclass
+class Case:
+    """One call's arguments, and what a dense evaluation of each request gives."""
+
+    arrays: dict[str, jax.Array]
+    options: dict
+    expected: np.ndarray
+    expected_cache: np.ndarray
+
+    def run(self, attention, **changes):
+        """Call `attention` with some arguments changed; returns output and cache as float32."""
+        arguments = self.arrays | self.options | changes
+        # The cache may be donated: give away a copy.
+        arguments["kv_cache"] = jnp.array(arguments["kv_cache"], copy=True)
+        out, cache = attention(**arguments)
+        assert out.dtype == self.arrays["q"].dtype
+        assert cache.dtype == self.arrays["kv_cache"].dtype
+        return np.asarray(out, np.float32), np.asarray(cache, np.float32)
+
+    def check(self, out, cache):
+        """The one check: right and finite outputs, zeros for padding, right cache contents."""
+        assert np.isfinite(out).all()
+        error = np.linalg.norm(out - self.expected, axis=-1)
+        bound = TOLERANCE[str(self.arrays["q"].dtype)] * np.linalg.norm(self.expected, axis=-1)
+        wrong = np.argwhere(error > bound)
+        assert not len(wrong), f"(token, head) pairs {wrong[:8].tolist()} and others are wrong"
+        # Padding tokens write to block 0, in no particular order.
+        np.testing.assert_array_equal(cache[1:], self.expected_cache[1:])
+
+    def passes(self, out, cache):
+        try:
+            self.check(out, cache)
+        except AssertionError:
+            return False
+        return True
+
+
+def _make_case(
+    rows,
+    *,
+    num_decode=0,
+    heads=(4, 2),
+    head_dim=16,
+    block_size=16,
+    dtype="float32",
+    window=None,
+    padding_rows=0,
+    padding_tokens=0,
+    needles=False,
+    table_width=None,
+    num_blocks=None,
+    seed=0,
+):
+    """rows: (number of queries, context length) of each request, decode rows first.
+
+    All that a request does not own is NaN, or garbage in the block tables. With `needles` each
+    query's oldest visible, newest visible or a middle key is its own direction, 6 times over.
+    """
+    rng = np.random.default_rng(seed)
+    num_heads, num_kv_heads = heads
+    group = num_heads // num_kv_heads
+    num_rows = len(rows) + padding_rows
+    num_queries = sum(count for count, _ in rows)
+    num_tokens = num_queries + padding_tokens
+
+    def normal(*shape):
+        return np.array(jnp.asarray(rng.standard_normal(shape), dtype), np.float64)
+
+    blocks_of = [-(-context // block_size) for _, context in rows]
+    width = table_width or max(blocks_of) + 2
+    num_blocks = num_blocks or sum(blocks_of) + 4
+    free = iter(rng.permutation(np.arange(1, num_blocks)))
+    tables = np.zeros((num_rows, width), np.int32)
+    cache = np.full((num_blocks, num_kv_heads, 2, block_size, head_dim), np.nan)
+    q = normal(num_tokens, num_heads, head_dim)
+    k, v = normal(2, num_tokens, num_kv_heads, head_dim)
+    slots = rng.integers(0, block_size, num_tokens).astype(np.int32)
+    expected = np.zeros_like(q)
+    expected_cache = cache.copy()
+    scale = head_dim**-0.5
+    start = 0
+    for row, (count, context) in enumerate(rows):
+        tables[row] = rng.integers(-(2**31), 2**31, width)
+        tables[row, : blocks_of[row]] = [next(free) for _ in range(blocks_of[row])]
+        keys, values = normal(2, context, num_kv_heads, head_dim)
+        past = context - count
+        if needles:
+            for i in range(count):
+                position = past + i
+                oldest = 0 if window is None else max(position - window + 1, 0)
+                target = [oldest, position, (oldest + position) // 2][(row + i) % 3]
+                keys[target] = 6 * q[start + i, ::group] / scale / head_dim
+            keys = np.array(jnp.asarray(keys, dtype), np.float64)
+        k[start : start + count], v[start : start + count] = keys[past:], values[past:]
+        position = np.arange(context)
+        block, offset = tables[row, position // block_size], position % block_size
+        expected_cache[block, :, 0, offset] = keys
+        expected_cache[block, :, 1, offset] = values
+        cache[block[:past], :, 0, offset[:past]] = keys[:past]
+        cache[block[:past], :, 1, offset[:past]] = values[:past]
+        slots[start : start + count] = (block * block_size + offset)[past:]
+        for i in range(count):
+            seen = position <= past + i
+            if window is not None:
+                seen &= past + i - position < window
+            for head in range(num_heads):
+                scores = keys[seen, head // group] @ q[start + i, head] * scale
+                weights = np.exp(scores - scores.max())
+                expected[start + i, head] = weights @ values[seen, head // group] / weights.sum()
+        start += count
+
+    # What a finished request leaves behind a window is not owned either: poison it.
+    if window is not None:
+        for row, (count, context) in enumerate(rows):
+            for position in range(max(context - count - window + 1, 0)):
+                block, offset = tables[row, position // block_size], position % block_size
+                cache[block, :, :, offset] = expected_cache[block, :, :, offset] = np.nan
+    counts = [count for count, _ in rows] + [0] * padding_rows
+    contexts = [context for _, context in rows] + [0] * padding_rows
+    ints = functools.partial(jnp.asarray, dtype=jnp.int32)
+    arrays = {
+        "q": jnp.asarray(q, dtype),
+        "k": jnp.asarray(k, dtype),
+        "v": jnp.asarray(v, dtype),
+        "kv_cache": jnp.asarray(cache, dtype),
+        "block_tables": ints(tables),
+        "query_starts": ints(np.cumsum([0, *counts])),
+        "context_lens": ints(contexts),
+        "kv_slots": ints(slots),
+        "num_decode_rows": ints(num_decode),
+    }
+    options = {"scale": scale, "sliding_window": window}
+    return Case(arrays, options, expected, np.array(expected_cache, np.float32))
+
+
+@pytest.fixture(scope="session")
+def make_case():
+    """Makes a Case, with the arguments of `_make_case`."""
+    return _make_case
 
 
 @pytest.fixture(

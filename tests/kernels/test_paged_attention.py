@@ -1,6 +1,5 @@
 """Paged attention against a dense float64 oracle, and the oracle's power against wrong code."""
 
-import dataclasses
 import functools
 import sys
 
@@ -10,147 +9,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels.paged_attention
-from pallas_kernels.paged_attention import paged_attention, tuning
-from pallas_kernels.paged_attention.tiles import aligned_query_tiles
-from pallas_kernels.paged_attention.tuning import Choice, MosaicTiling, TritonTiling
-
-# Largest error of one query head's output, relative to its norm.
-TOLERANCE = {"float32": 2e-5, "bfloat16": 1.5e-2}
-
-
-@dataclasses.dataclass
-class Case:
-    """One call's arguments, and what a dense evaluation of each request gives."""
-
-    arrays: dict[str, jax.Array]
-    options: dict
-    expected: np.ndarray
-    expected_cache: np.ndarray
-
-    def run(self, attention, **changes):
-        """Call `attention` with some arguments changed; returns output and cache as float32."""
-        arguments = self.arrays | self.options | changes
-        # The cache may be donated: give away a copy.
-        arguments["kv_cache"] = jnp.array(arguments["kv_cache"], copy=True)
-        out, cache = attention(**arguments)
-        assert out.dtype == self.arrays["q"].dtype
-        assert cache.dtype == self.arrays["kv_cache"].dtype
-        return np.asarray(out, np.float32), np.asarray(cache, np.float32)
-
-    def check(self, out, cache):
-        """The one check: right and finite outputs, zeros for padding, right cache contents."""
-        assert np.isfinite(out).all()
-        error = np.linalg.norm(out - self.expected, axis=-1)
-        bound = TOLERANCE[str(self.arrays["q"].dtype)] * np.linalg.norm(self.expected, axis=-1)
-        wrong = np.argwhere(error > bound)
-        assert not len(wrong), f"(token, head) pairs {wrong[:8].tolist()} and others are wrong"
-        # Padding tokens write to block 0, in no particular order.
-        np.testing.assert_array_equal(cache[1:], self.expected_cache[1:])
-
-    def passes(self, out, cache):
-        try:
-            self.check(out, cache)
-        except AssertionError:
-            return False
-        return True
-
-
-def make_case(
-    rows,
-    *,
-    num_decode=0,
-    heads=(4, 2),
-    head_dim=16,
-    block_size=16,
-    dtype="float32",
-    window=None,
-    padding_rows=0,
-    padding_tokens=0,
-    needles=False,
-    table_width=None,
-    num_blocks=None,
-    seed=0,
-):
-    """rows: (number of queries, context length) of each request, decode rows first.
-
-    All that a request does not own is NaN, or garbage in the block tables. With `needles` each
-    query's oldest visible, newest visible or a middle key is its own direction, 6 times over.
-    """
-    rng = np.random.default_rng(seed)
-    num_heads, num_kv_heads = heads
-    group = num_heads // num_kv_heads
-    num_rows = len(rows) + padding_rows
-    num_queries = sum(count for count, _ in rows)
-    num_tokens = num_queries + padding_tokens
-
-    def normal(*shape):
-        return np.array(jnp.asarray(rng.standard_normal(shape), dtype), np.float64)
-
-    blocks_of = [-(-context // block_size) for _, context in rows]
-    width = table_width or max(blocks_of) + 2
-    num_blocks = num_blocks or sum(blocks_of) + 4
-    free = iter(rng.permutation(np.arange(1, num_blocks)))
-    tables = np.zeros((num_rows, width), np.int32)
-    cache = np.full((num_blocks, num_kv_heads, 2, block_size, head_dim), np.nan)
-    q = normal(num_tokens, num_heads, head_dim)
-    k, v = normal(2, num_tokens, num_kv_heads, head_dim)
-    slots = rng.integers(0, block_size, num_tokens).astype(np.int32)
-    expected = np.zeros_like(q)
-    expected_cache = cache.copy()
-    scale = head_dim**-0.5
-    start = 0
-    for row, (count, context) in enumerate(rows):
-        tables[row] = rng.integers(-(2**31), 2**31, width)
-        tables[row, : blocks_of[row]] = [next(free) for _ in range(blocks_of[row])]
-        keys, values = normal(2, context, num_kv_heads, head_dim)
-        past = context - count
-        if needles:
-            for i in range(count):
-                position = past + i
-                oldest = 0 if window is None else max(position - window + 1, 0)
-                target = [oldest, position, (oldest + position) // 2][(row + i) % 3]
-                keys[target] = 6 * q[start + i, ::group] / scale / head_dim
-            keys = np.array(jnp.asarray(keys, dtype), np.float64)
-        k[start : start + count], v[start : start + count] = keys[past:], values[past:]
-        position = np.arange(context)
-        block, offset = tables[row, position // block_size], position % block_size
-        expected_cache[block, :, 0, offset] = keys
-        expected_cache[block, :, 1, offset] = values
-        cache[block[:past], :, 0, offset[:past]] = keys[:past]
-        cache[block[:past], :, 1, offset[:past]] = values[:past]
-        slots[start : start + count] = (block * block_size + offset)[past:]
-        for i in range(count):
-            seen = position <= past + i
-            if window is not None:
-                seen &= past + i - position < window
-            for head in range(num_heads):
-                scores = keys[seen, head // group] @ q[start + i, head] * scale
-                weights = np.exp(scores - scores.max())
-                expected[start + i, head] = weights @ values[seen, head // group] / weights.sum()
-        start += count
-
-    # What a finished request leaves behind a window is not owned either: poison it.
-    if window is not None:
-        for row, (count, context) in enumerate(rows):
-            for position in range(max(context - count - window + 1, 0)):
-                block, offset = tables[row, position // block_size], position % block_size
-                cache[block, :, :, offset] = expected_cache[block, :, :, offset] = np.nan
-    counts = [count for count, _ in rows] + [0] * padding_rows
-    contexts = [context for _, context in rows] + [0] * padding_rows
-    ints = functools.partial(jnp.asarray, dtype=jnp.int32)
-    arrays = {
-        "q": jnp.asarray(q, dtype),
-        "k": jnp.asarray(k, dtype),
-        "v": jnp.asarray(v, dtype),
-        "kv_cache": jnp.asarray(cache, dtype),
-        "block_tables": ints(tables),
-        "query_starts": ints(np.cumsum([0, *counts])),
-        "context_lens": ints(contexts),
-        "kv_slots": ints(slots),
-        "num_decode_rows": ints(num_decode),
-    }
-    options = {"scale": scale, "sliding_window": window}
-    return Case(arrays, options, expected, np.array(expected_cache, np.float32))
+from pallas_kernels.paged_attention import paged_attention
 
 
 def mixed_rows(block_size):
@@ -175,7 +34,7 @@ SHAPES = [
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("heads", "head_dim", "block_size"), SHAPES)
-def test_mixed_batch(attention, heads, head_dim, block_size, dtype):
+def test_mixed_batch(make_case, attention, heads, head_dim, block_size, dtype):
     rows, num_decode = mixed_rows(block_size)
     case = make_case(
         rows,
@@ -209,13 +68,13 @@ BATCHES = {
 
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("name", BATCHES)
-def test_batches(attention, name, window):
+def test_batches(make_case, attention, name, window):
     case = make_case(**BATCHES[name], window=window)
     case.check(*case.run(attention))
 
 
 @pytest.mark.parametrize("window", [1, 16, 17, 1000])
-def test_sliding_windows(attention, window):
+def test_sliding_windows(make_case, attention, window):
     rows, num_decode = mixed_rows(16)
     case = make_case(rows, num_decode=num_decode, window=window)
     case.check(*case.run(attention))
@@ -223,7 +82,7 @@ def test_sliding_windows(attention, window):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("window", [None, 19])
-def test_one_key_dominates(attention, window, dtype):
+def test_one_key_dominates(make_case, attention, window, dtype):
     rows, num_decode = mixed_rows(16)
     case = make_case(
         rows, num_decode=num_decode, head_dim=64, window=window, dtype=dtype, needles=True
@@ -231,7 +90,7 @@ def test_one_key_dominates(attention, window, dtype):
     case.check(*case.run(attention))
 
 
-def test_random_batches(attention):
+def test_random_batches(make_case, attention):
     """Many ragged batches in one compiled shape."""
     rng = np.random.default_rng(7)
     for seed in range(12):
@@ -252,7 +111,7 @@ def test_random_batches(attention):
         case.check(*case.run(attention))
 
 
-def test_layers_in_one_program(attention):
+def test_layers_in_one_program(make_case, attention):
     """A chain of layers, each with its own cache, over steps that reuse the caches."""
     if not hasattr(attention, "lower"):
         pytest.skip("the interpreter does not run inside jit")
@@ -284,110 +143,6 @@ def test_layers_in_one_program(attention):
         for cache, expected in zip(got, want, strict=True):
             cache, expected = np.asarray(cache, np.float32), np.asarray(expected, np.float32)
             np.testing.assert_array_equal(cache[1:], expected[1:])  # block 0 takes the padding
-
-
-# What a tuning table may choose. Contexts of several tiles of keys; rows that share a tile of
-# queries, fill one, or span several.
-DECODE = TritonTiling(16, 32, num_warps=4, num_stages=2)
-CUTS = {
-    "decode in one part": Choice(DECODE, TritonTiling(32, 32, 4, 2)),
-    "decode in 4 parts": Choice(dataclasses.replace(DECODE, splits=4), TritonTiling(64, 32, 4, 2)),
-    "decode in 32 parts": Choice(
-        dataclasses.replace(DECODE, splits=32), TritonTiling(128, 32, 8, 2)
-    ),
-    "mosaic": Choice(DECODE, MosaicTiling(128, 2)),
-    "mosaic, small tiles": Choice(DECODE, MosaicTiling(64, 3)),
-}
-LONG_ROWS = [(1, 1), (1, 64), (1, 317), (5, 5), (64, 128), (70, 300), (137, 137), (30, 270)]
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize("name", CUTS)
-def test_cuts(attention_by_choice, name, window, dtype):
-    if name.startswith("mosaic") and dtype == "float32":
-        pytest.skip("Mosaic prefill is for bfloat16")
-    sizes = {"heads": (8, 2), "head_dim": 128, "block_size": 64}
-    if window is not None:
-        sizes = {"heads": (7, 1), "head_dim": 64, "block_size": 16}
-    case = make_case(
-        LONG_ROWS,
-        num_decode=3,
-        dtype=dtype,
-        window=window,
-        padding_rows=2,
-        padding_tokens=11,
-        needles=window is None,
-        **sizes,
-    )
-    case.check(*case.run(attention_by_choice(CUTS[name])))
-
-
-@pytest.mark.parametrize("window", [None, 20])
-def test_mosaic_prefill_interpreted(mosaic_interpreted, window):
-    case = make_case(
-        [(40, 40), (1, 70), (17, 200), (90, 150)],
-        heads=(3, 1),
-        head_dim=64,
-        block_size=64 if window is None else 16,
-        dtype="bfloat16",
-        window=window,
-        padding_rows=1,
-        padding_tokens=4,
-    )
-    case.check(*case.run(mosaic_interpreted))
-
-
-def test_aligned_tiles_hold_each_query_once():
-    rng = np.random.default_rng(3)
-    make = jax.jit(aligned_query_tiles, static_argnames=("num_tokens", "tile_q"))
-    for _ in range(20):
-        counts = rng.integers(0, 50, 6) * rng.integers(0, 2, 6)
-        num_tokens, first_row = 320, int(rng.integers(0, 4))
-        starts = np.concatenate([[0], np.cumsum(counts)])
-        contexts = np.where(counts, counts + rng.integers(0, 90, 6), 0)
-        tiles, (num_tiles,) = make(
-            jnp.asarray(starts), jnp.asarray(contexts), first_row, num_tokens=num_tokens, tile_q=16
-        )
-        seen = []
-        for row, start, low, high, position in np.asarray(tiles)[:num_tiles].tolist():
-            assert start % 16 == 0
-            assert 0 <= low < high <= 16
-            for query in range(start + low, start + high):
-                end = num_tokens if row == 6 else starts[row + 1]
-                context = 0 if row == 6 else contexts[row]
-                assert starts[row] <= query < end
-                assert position + query - start == context - end + query
-                seen.append(query)
-        assert seen == list(range(starts[first_row], num_tokens))
-
-
-def test_choices():
-    shape = tuning.Shape(2048, 64, 32, 8, 128, 64, 32, "bfloat16")
-    assert isinstance(tuning.choose("mosaic", "9.0", shape).prefill, MosaicTiling)
-    for impl, capability, change in [
-        ("triton", "9.0", {}),
-        ("mosaic", "8.9", {}),
-        ("mosaic", "9.0", {"dtype": "float32"}),
-        ("mosaic", "9.0", {"head_dim": 80}),
-        ("mosaic", "9.0", {"num_tokens": 2044}),
-        ("mosaic", "9.0", {"num_tokens": 32}),
-    ]:
-        choice = tuning.choose(impl, capability, dataclasses.replace(shape, **change))
-        assert isinstance(choice.prefill, TritonTiling)
-    few = dataclasses.replace(shape, num_rows=1)
-    assert tuning.choose("triton", "8.0", few).decode.splits == 32
-    many = dataclasses.replace(shape, num_rows=512)
-    assert tuning.choose("triton", "8.0", many).decode.splits == 1
-    odd = dataclasses.replace(shape, num_heads=7 * 8)
-    assert tuning.choose("triton", "8.0", odd).decode.tile_rows == 16
-
-
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="needs a machine that cannot")
-def test_mosaic_elsewhere_names_the_gpu_it_needs():
-    case = make_case([(4, 4)])
-    with pytest.raises(ValueError, match=r"impl='mosaic' needs a GPU of compute capability 9.0"):
-        paged_attention(**case.arrays, **case.options, impl="mosaic")
 
 
 def _no_causal_mask(attention, *, q, block_tables, query_starts, context_lens, **rest):
@@ -438,7 +193,7 @@ reference = jax.jit(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_wrong_code_fails_the_check(dtype):
+def test_wrong_code_fails_the_check(make_case, dtype):
     rows = [(1, 40), (1, 33), (20, 36), (24, 50)]
     for needles in (False, True):
         case = make_case(rows, num_decode=2, dtype=dtype, window=18, needles=needles)
@@ -452,7 +207,7 @@ def test_wrong_code_fails_the_check(dtype):
 
 
 @pytest.mark.parametrize("name", ["one token", "decode", "prefill"])
-def test_cache_is_updated_in_place(name):
+def test_cache_is_updated_in_place(make_case, name):
     case = make_case(**BATCHES[name], num_blocks=2048)
 
     def layers(caches, arrays):
@@ -482,14 +237,14 @@ def test_cache_is_updated_in_place(name):
         ({"impl": "fast"}, "impl='fast' is unknown: choose 'reference', 'triton' or 'mosaic'"),
     ],
 )
-def test_arguments_outside_the_contract_are_named(change, message):
+def test_arguments_outside_the_contract_are_named(make_case, change, message):
     case = make_case([(4, 4)])
     arguments = case.arrays | case.options | {"impl": "reference"} | change
     with pytest.raises(ValueError, match=message):
         paged_attention(**arguments)
 
 
-def test_without_triton_the_error_names_the_extra(monkeypatch):
+def test_without_triton_the_error_names_the_extra(make_case, monkeypatch):
     for name in ("paged_attention.gpu", "paged_attention.triton_kernel", "triton_import"):
         monkeypatch.delitem(sys.modules, f"pallas_kernels.{name}", raising=False)
     for name in ("gpu", "triton_kernel"):

@@ -28,6 +28,17 @@ CHAT_TEMPLATE = (
     "{{ '<|bos|>' }}{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|eos|>' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+TOOL_TEMPLATE = (
+    "{{ '<|bos|>' }}{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] }}"
+    "{% for c in m['tool_calls'] %}[{{ c['id'] }} {{ c['function']['name'] }} "
+    "{{ c['function']['arguments'] | tojson }}]{% endfor %}"
+    "{% if m['tool_call_id'] %}[{{ m['tool_call_id'] }}]{% endif %}"
+    "{% if m['reasoning_content'] %}~{{ m['reasoning_content'] }}~{% endif %}"
+    "{{ '<|eos|>' }}{% endfor %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% if color %}{{ color }}{% endif %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}"
+    "{% if enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
+)
 SPECIALS = ("<|bos|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 TINY_CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -321,4 +332,21 @@ def narrow(start_fake: Callable[..., Server], tmp_path_factory: pytest.TempPathF
         "--step-time", "0.01", "--max-num-seqs", "1", "--max-num-queued-reqs", "2",
         "--scheduling-policy", "priority", "--max-request-bytes", "1000",
         "--chat-template", str(template),
+    ).ready()  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def tool_template(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A file with a chat template that shows tools, their calls and thoughts."""
+    path = tmp_path_factory.mktemp("tools") / "template.jinja"
+    path.write_text(TOOL_TEMPLATE)
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def hermes(start_fake: Callable[..., Server], tool_template: str) -> Server:
+    """Reads tool calls and thoughts out of what the fake repeats."""
+    return start_fake(
+        "--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3",
+        "--chat-template", tool_template, "--max-model-len", "4096",
     ).ready()  # fmt: skip
