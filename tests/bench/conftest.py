@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from jaxserve.cli import main
-
 MODEL = "fake"
 ROOT = Path(__file__).parents[2]
 
@@ -96,20 +94,6 @@ def server():
     yield made
     made.stop()
     thread.join()
-
-
-@pytest.fixture
-def cli(capsys):
-    """Runs the command; returns exit code, stdout and stderr."""
-
-    def run(*argv: object) -> tuple[int, str, str]:
-        try:
-            code = main([str(arg) for arg in argv])
-        except SystemExit as stop:
-            code = stop.code
-        return code, *capsys.readouterr()
-
-    return run
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from jaxserve import CompletionOutput, Logprob, RequestErrors, RequestMetrics, RequestOutput
-from jaxserve.cli import main
 
 
 class FakeTokenizer:
@@ -108,17 +107,9 @@ def engines(monkeypatch):
 
 
 @pytest.fixture
-def cli(engines, capsys):
-    """Runs the command; returns exit code, stdout and stderr."""
-
-    def run(*argv: object) -> tuple[int, str, str]:
-        try:
-            code = main([str(arg) for arg in argv])
-        except SystemExit as stop:
-            code = stop.code
-        return code, *capsys.readouterr()
-
-    return run
+def cli(engines, cli):
+    """As everywhere, with these engines."""
+    return cli
 
 
 @pytest.fixture

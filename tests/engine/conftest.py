@@ -50,6 +50,12 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_fields() -> dict[str, object]:
+    """EngineConfig's, of small engines over the tiny model."""
+    return TINY_FIELDS
+
+
+@pytest.fixture(scope="session")
 def make_llm(tiny_folder: Path) -> Iterator[Callable[..., LLM]]:
     """Engines over the tiny model, one for each set of fields, kept for the session."""
     made: dict[str, LLM] = {}

@@ -9,23 +9,12 @@ from jaxserve.engine.streams import RequestStream
 from jaxserve.outputs import OutputDelta
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-FIELDS = {
-    "load_format": "dummy",
-    "skip_tokenizer_init": True,
-    "dtype": "float32",
-    "max_model_len": 128,
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 16,
-    "block_size": 8,
-    "kv_cache_memory_bytes": 4 << 20,
-    "compilation_cache_dir": "",
-}
 TIMEOUT_S = 60
 
 
 @pytest.fixture(scope="module")
-def async_llm(tiny_folder):
-    llm = AsyncLLM(str(tiny_folder), **FIELDS)
+def async_llm(tiny_folder, tiny_fields):
+    llm = AsyncLLM(str(tiny_folder), **tiny_fields)
     yield llm
     llm.close()
     llm.close()
@@ -145,8 +134,8 @@ def test_refusals_reach_the_caller(async_llm, prompts, solo):
     run(main())
 
 
-def test_a_failing_step_ends_every_stream(tiny_folder, prompts, monkeypatch):
-    llm = AsyncLLM(str(tiny_folder), **FIELDS)
+def test_a_failing_step_ends_every_stream(tiny_folder, tiny_fields, prompts, monkeypatch):
+    llm = AsyncLLM(str(tiny_folder), **tiny_fields)
 
     def broken():
         raise RuntimeError("device lost")
@@ -171,8 +160,8 @@ def test_a_failing_step_ends_every_stream(tiny_folder, prompts, monkeypatch):
     llm.close()
 
 
-def test_close_ends_open_streams(tiny_folder, prompts):
-    llm = AsyncLLM(str(tiny_folder), **FIELDS)
+def test_close_ends_open_streams(tiny_folder, tiny_fields, prompts):
+    llm = AsyncLLM(str(tiny_folder), **tiny_fields)
 
     async def main():
         stream = llm.generate(prompts[0], SamplingParams(max_tokens=100, ignore_eos=True))

@@ -26,9 +26,12 @@ if CAN_INTERPRET:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
 
-INTERPRETED = pytest.param(
-    "triton-interpreted",
-    marks=pytest.mark.skipif(not CAN_INTERPRET, reason="needs triton and no GPU"),
+TRITON = (
+    pytest.param("triton", marks=pytest.mark.gpu),
+    pytest.param(
+        "triton-interpreted",
+        marks=pytest.mark.skipif(not CAN_INTERPRET, reason="needs triton and no GPU"),
+    ),
 )
 
 
@@ -183,13 +186,7 @@ def make_case():
     return _make_case
 
 
-@pytest.fixture(
-    params=[
-        "reference",
-        pytest.param("triton", marks=pytest.mark.gpu),
-        INTERPRETED,
-    ]
-)
+@pytest.fixture(params=["reference", *TRITON])
 def attention(request, monkeypatch):
     """paged_attention(*arrays, scale=, sliding_window=) by one implementation."""
     if request.param == "triton-interpreted":
@@ -198,12 +195,7 @@ def attention(request, monkeypatch):
     return _jitted(request.param)
 
 
-@pytest.fixture(
-    params=[
-        pytest.param("gpu", marks=pytest.mark.gpu),
-        INTERPRETED,
-    ]
-)
+@pytest.fixture(params=TRITON)
 def attention_by_choice(request, monkeypatch):
     """Gives the GPU kernels' paged_attention for a Choice."""
     if request.param == "triton-interpreted":
@@ -285,12 +277,7 @@ def mosaic_interpreted(monkeypatch):
     return attention
 
 
-@pytest.fixture(
-    params=[
-        pytest.param("triton", marks=pytest.mark.gpu),
-        INTERPRETED,
-    ]
-)
+@pytest.fixture(params=TRITON)
 def by_triton(request, monkeypatch):
     """Makes of a kernel's entry point one that runs it by Triton."""
     if request.param == "triton-interpreted":

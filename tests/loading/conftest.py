@@ -47,7 +47,14 @@ def byte_level_vocabulary() -> dict[str, Any]:
 
 
 def random_weights(
-    vocab_size: int, *, qkv_bias: bool, qk_norm: bool, tied: bool, seed: int
+    vocab_size: int,
+    *,
+    qkv_bias: bool,
+    qk_norm: bool,
+    tied: bool,
+    seed: int,
+    num_layers: int = L,
+    mlp_size: int = F,
 ) -> dict[str, np.ndarray]:
     """Hugging Face's names and shapes; float32, N(0, 1)."""
     shapes: dict[str, tuple[int, ...]] = {
@@ -56,7 +63,7 @@ def random_weights(
     }
     if not tied:
         shapes["lm_head.weight"] = (vocab_size, D)
-    for i in range(L):
+    for i in range(num_layers):
         layer = {
             "input_layernorm.weight": (D,),
             "post_attention_layernorm.weight": (D,),
@@ -64,9 +71,9 @@ def random_weights(
             "self_attn.k_proj.weight": (K * H, D),
             "self_attn.v_proj.weight": (K * H, D),
             "self_attn.o_proj.weight": (D, N * H),
-            "mlp.gate_proj.weight": (F, D),
-            "mlp.up_proj.weight": (F, D),
-            "mlp.down_proj.weight": (D, F),
+            "mlp.gate_proj.weight": (mlp_size, D),
+            "mlp.up_proj.weight": (mlp_size, D),
+            "mlp.down_proj.weight": (D, mlp_size),
         }
         if qkv_bias:
             layer |= {
@@ -202,18 +209,21 @@ def write_hf() -> Callable[..., dict[str, np.ndarray]]:
         *,
         tied: bool = False,
         num_shards: int = 1,
+        num_layers: int = L,
+        mlp_size: int = F,
         dtype: Any = np.float32,
         change: Callable[[dict[str, np.ndarray]], object] = lambda weights: None,
     ) -> dict[str, np.ndarray]:
-        weights = random_weights(97, tied=tied, seed=2, **HF_OPTIONS[architecture])
+        options = HF_OPTIONS[architecture] | {"num_layers": num_layers, "mlp_size": mlp_size}
+        weights = random_weights(97, tied=tied, seed=2, **options)
         weights = {name: weight.astype(dtype) for name, weight in weights.items()}
         change(weights)
         folder.mkdir(parents=True, exist_ok=True)
         config = {
             "architectures": [architecture],
             "hidden_size": D,
-            "intermediate_size": F,
-            "num_hidden_layers": L,
+            "intermediate_size": mlp_size,
+            "num_hidden_layers": num_layers,
             "num_attention_heads": N,
             "num_key_value_heads": K,
             "head_dim": H,

