@@ -11,11 +11,7 @@ import argparse
 import asyncio
 import json
 import os
-import re
-import signal
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
+from loopback import ROOT, Server
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.bench.environment import describe, write_result
 from jaxserve.model.resolve import resolve_model
 
-ROOT = Path(__file__).parent.parent
 MAX_SPREAD = 0.15
 WARM_UP_TOKENS = 8
 PROMPT = "The weather on the other side of the mountains"
@@ -83,29 +79,14 @@ async def stream(url: str, num_clients: int, num_tokens: int, rounds: int) -> di
     }
 
 
-def serve(command: list[str]) -> tuple[subprocess.Popen, str]:
-    """A server that is ready, and its URL."""
-    command = [sys.executable, *command, "--port", "0", "--disable-log-requests"]
-    process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
-    )
-    url = ""
-    for line in process.stderr:
-        if match := re.search(r"listening on (\S+)", line):
-            url = match[1]
-        if " ready: " in line:
-            return process, url
-    raise RuntimeError("the server did not start")
-
-
 @contextmanager
-def serving(command: list[str]) -> Iterator[str]:
-    process, url = serve(command)
+def serving(*command: str) -> Iterator[str]:
+    """The URL of a server that is ready."""
+    server = Server(*command, "--disable-log-requests")
     try:
-        yield url
+        yield server.url
     finally:
-        process.send_signal(signal.SIGTERM)
-        process.communicate()
+        server.end()
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
@@ -114,14 +95,14 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
 
 
 def measure_instant(folder: str, num_clients: int) -> dict[str, Any]:
-    with serving([str(ROOT / "tests/server/fake_server.py"), folder]) as url:
+    with serving(str(ROOT / "tests/server/fake_server.py"), folder) as url:
         uvloop.run(stream(url, num_clients, 400, 1))
         passes = [uvloop.run(stream(url, num_clients, 400, 8)) for _ in range(3)]
     return {"passes": passes} | spread([p["tokens_per_s"] for p in passes])
 
 
 def measure_real(model: str, num_clients: int, num_tokens: int, num_pairs: int) -> dict[str, Any]:
-    with serving(["-m", "jaxserve", "serve", model]) as url, LLM(model) as llm:
+    with serving("-m", "jaxserve", "serve", model) as url, LLM(model) as llm:
 
         def over_http(num_tokens: int) -> float:
             return uvloop.run(stream(url, num_clients, num_tokens, 1))["tokens_per_s"]

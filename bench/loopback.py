@@ -22,13 +22,15 @@ PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 
 
 class Server:
-    """Runs until `end`; `command` are the interpreter's arguments up to the server's flags."""
+    """Runs until `end`; `command` are the interpreter's arguments, `environment` goes beside this
+    process's."""
 
-    def __init__(self, *command: str) -> None:
-        self.command = [sys.executable, *command, "--port", "0"]
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    def __init__(self, *command: str, **environment: str) -> None:
         self.process = subprocess.Popen(
-            self.command, stderr=subprocess.PIPE, text=True, env=environment
+            [sys.executable, *command, "--port", "0"],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
         )
         self.log: list[str] = []
         self._ready = threading.Event()

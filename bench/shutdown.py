@@ -104,10 +104,11 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("bench/results/shutdown.json"))
     args = parser.parse_args()
     command = ("-m", "jaxserve", "serve", args.model, *FLAGS)
-    server = Server(*command)
+    server = Server(*command, JAX_PLATFORMS="cpu")
     killed = asyncio.run(kill_engine(server, args.num_clients))
     killed["exit_code_after_sigterm"] = server.end()
-    stopped = asyncio.run(terminate(Server(*command), args.num_clients))
+    server = Server(*command, JAX_PLATFORMS="cpu")
+    stopped = asyncio.run(terminate(server, args.num_clients))
     passed = (
         killed["health_503_s"] < HEALTH_LIMIT_S
         and killed["last_client_error_s"] < CLIENT_LIMIT_S

@@ -92,6 +92,7 @@ def soak(args: argparse.Namespace) -> dict:
             "--max-num-batched-tokens", "64", "--max-num-queued-reqs", "24",
             "--kv-cache-memory-bytes", str((BLOCKS + 1) * BLOCK_BYTES),
             "--max-request-bytes", str(MAX_REQUEST_BYTES), "--served-model-name", "soak",
+            JAX_PLATFORMS="cpu",
         )  # fmt: skip
         try:
             clients = Clients(server, args.seed)
