@@ -23,9 +23,9 @@ from loopback import ROOT, Server
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.bench.environment import describe, write_result
+from jaxserve.bench.timing import FLAG_OVER, spread_of
 from jaxserve.model.resolve import resolve_model
 
-MAX_SPREAD = 0.15
 WARM_UP_TOKENS = 8
 PROMPT = "The weather on the other side of the mountains"
 
@@ -90,8 +90,8 @@ def serving(*command: str) -> Iterator[str]:
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
-    most = max(values) / min(values) - 1
-    return {"spread": round(most, 3), "flagged": most > MAX_SPREAD}
+    most = spread_of(values)
+    return {"spread": most, "flagged": most > FLAG_OVER}
 
 
 def measure_instant(folder: str, num_clients: int) -> dict[str, Any]:

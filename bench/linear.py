@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jaxserve.bench.ceilings import copy_bandwidth
 from jaxserve.bench.environment import describe
 from jaxserve.bench.profile import trace
+from jaxserve.bench.timing import FLAG_OVER, spread_of
 from pallas_kernels.linear import reference, triton_kernel, tuning
 
 ROTATED_BYTES = 200e6
@@ -174,7 +175,7 @@ def main() -> None:
             runs = [(cut, call) for cut, call in zip(cuts, ours, strict=True) if call]
             *times, xla_times = timer.seconds([call for _, call in runs])
             best, (cut, _) = min(zip(times, runs, strict=True), key=lambda pair: min(pair[0]))
-            spread = max(max(t) / min(t) - 1 for t in (best, xla_times))
+            spread = max(spread_of(best), spread_of(xla_times))
             weight_bytes = 2 * product.out_size * product.in_size
             row = {
                 "product": product.name,
@@ -185,8 +186,8 @@ def main() -> None:
                     weight_bytes / (min(best) - GAP_S) / result["copy_bytes_per_s"], 3
                 ),
                 "tiling": dataclasses.asdict(cut),
-                "spread": round(spread, 3),
-                "flagged": spread > 0.15,
+                "spread": spread,
+                "flagged": spread > FLAG_OVER,
             }
             print(json.dumps(row | {"all": [round(1e6 * min(t), 1) for t in times]}), flush=True)
             result["rows"].append(row)

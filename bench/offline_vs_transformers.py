@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 
 from jaxserve.bench.environment import describe, write_result
+from jaxserve.bench.timing import FLAG_OVER, spread_of
 
 
 def run_jaxserve(model: str, requests: list[list[int]], output_len: int, threads: int) -> dict:
@@ -137,11 +138,11 @@ def summarise(runs: dict[str, list[dict]], num_tokens: int) -> dict:
     engines = {}
     for engine, passes in runs.items():
         rates = [num_tokens / done["seconds"] for done in passes]
-        spread = max(rates) / min(rates) - 1
+        spread = spread_of(rates)
         engines[engine] = {
             "output_tokens_per_s": [round(rate, 2) for rate in rates],
-            "spread": round(spread, 3),
-            "flagged": spread > 0.15,
+            "spread": spread,
+            "flagged": spread > FLAG_OVER,
         }
     pairs = list(zip(runs["jaxserve"], runs["transformers"], strict=True))
     ratios = [theirs["seconds"] / ours["seconds"] for ours, theirs in pairs]

@@ -29,6 +29,7 @@ import numpy as np
 from jaxserve.bench.ceilings import copy_bandwidth, matmul_rate
 from jaxserve.bench.environment import describe
 from jaxserve.bench.profile import trace
+from jaxserve.bench.timing import FLAG_OVER, spread_of
 from pallas_kernels.paged_attention import gpu, paged_attention, tuning
 
 KERNELS = ("_attend", "paged_prefill")
@@ -178,8 +179,7 @@ class Timer:
 
 
 def figures(work: Work, passes: list[float], ceilings: dict[str, float]) -> dict:
-    seconds = min(passes)
-    spread = max(passes) / seconds - 1
+    seconds, spread = min(passes), spread_of(passes)
     result = {
         "workload": work.name,
         "num_heads": work.num_heads,
@@ -187,8 +187,8 @@ def figures(work: Work, passes: list[float], ceilings: dict[str, float]) -> dict
         "head_dim": work.head_dim,
         "block_size": work.block_size,
         "time_us": round(seconds * 1e6, 2),
-        "spread": round(spread, 3),
-        "flagged": spread > 0.15,
+        "spread": spread,
+        "flagged": spread > FLAG_OVER,
     }
     if work.num_decode == len(work.rows):
         bandwidth = work.context_bytes / seconds

@@ -25,6 +25,7 @@ from schemas import Schema, SchemaMaker, longest
 
 from jaxserve import LLM, CompletionOutput, SamplingParams, StructuredOutputsParams
 from jaxserve.bench.environment import describe, write_result
+from jaxserve.bench.timing import FLAG_OVER, spread_of
 from jaxserve.engine.grammar_masks import GrammarMasks
 
 MAX_RATIO = 1.15
@@ -125,7 +126,7 @@ def measure(llm: LLM, schemas: list[Schema], num_pairs: int) -> dict[str, Any]:
                 steps[name].append(statistics.median(times))
     ratios = [a / b for a, b in zip(steps["grammars"], steps["free"], strict=True)]
     ratio = statistics.median(ratios)
-    spread = max(max(values) / min(values) for values in (*steps.values(), ratios)) - 1
+    spread = max(map(spread_of, (*steps.values(), ratios)))
     return {
         "answers_valid": f"{num_valid} of {len(schemas)}",
         "answer_tokens": {"least": min(lengths), "most": max(lengths), "all": sum(lengths)},
@@ -138,8 +139,8 @@ def measure(llm: LLM, schemas: list[Schema], num_pairs: int) -> dict[str, Any]:
         },
         "ratios": [round(value, 3) for value in ratios],
         "ratio": round(ratio, 3),
-        "spread": round(spread, 3),
-        "flagged": spread > 0.15,
+        "spread": spread,
+        "flagged": spread > FLAG_OVER,
         "within_limit": ratio <= MAX_RATIO,
     }
 
