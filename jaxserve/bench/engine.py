@@ -42,6 +42,7 @@ class JaxserveEngine:
         self.settings |= {
             "max_num_batched_tokens": engine.scheduler_config.max_num_batched_tokens,
             "num_blocks": engine.scheduler_config.num_blocks,
+            "steps_in_dispatch": {str(n): steps for n, steps in engine.steps_in_dispatch.items()},
             "startup_s": engine.startup_s,
         }
 

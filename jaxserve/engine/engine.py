@@ -93,6 +93,11 @@ class Engine:
         """Tokens that the KV cache holds."""
         return (self.scheduler_config.num_blocks - 1) * self.scheduler_config.block_size
 
+    @property
+    def steps_in_dispatch(self) -> dict[int, int]:
+        """Of dispatches that only decode, by the number of sequences."""
+        return self._parts.steps_in_dispatch()
+
     def lower_step(self, num_tokens: int, *, decode: bool) -> tuple[jax.stages.Lowered, int]:
         """(the program of a dispatch, yet to be compiled; how many steps it takes): each step of so
         many tokens, and all of them of decode rows, or not."""

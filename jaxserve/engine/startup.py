@@ -69,6 +69,11 @@ class EngineParts:
         bucket = pick_bucket(self.buckets, max(num_running, 1))
         return self.steps_per_dispatch if bucket in self.programs.decode_steps else 1
 
+    def steps_in_dispatch(self) -> dict[int, int]:
+        """Of dispatches that only decode, by the number of sequences."""
+        decode = [b.num_rows for b in self.buckets if b.num_rows == b.num_tokens]
+        return {num_rows: self.num_decode_steps(num_rows) for num_rows in decode}
+
     def lower_step(self, num_tokens: int, *, decode: bool) -> tuple[jax.stages.Lowered, int]:
         """(the program of a dispatch, yet to be compiled; how many steps it takes): each step of so
         many tokens, and all of them of decode rows, or not."""

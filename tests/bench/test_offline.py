@@ -273,6 +273,7 @@ def test_latency_greedy_and_sampled(cli, monkeypatch, flags):
                 dtype="float32",
                 config=config,
                 startup_s={},
+                steps_in_dispatch={1: 8, 2: 1},
                 scheduler_config=scheduler,
                 model_config=model,
             )
@@ -292,7 +293,9 @@ def test_latency_greedy_and_sampled(cli, monkeypatch, flags):
     code, out, _ = cli("bench", "latency", "--shape", "tiny", "--batch-sizes", 2, "--input-len", 3,
                        "--output-len", 8, "--warm-up-s", 0, *flags)  # fmt: skip
     assert code == 0
-    assert json.loads(out)["sampled"] is bool(flags)
+    record = json.loads(out)
+    assert record["sampled"] is bool(flags)
+    assert record["settings"]["steps_in_dispatch"] == {"1": 8, "2": 1}
     assert {one.ignore_eos for one in asked} == {True}
     for one in asked:
         cut = (one.temperature, one.top_p, one.top_k)
