@@ -35,6 +35,9 @@ from pallas_kernels.paged_attention import gpu, paged_attention, tuning
 KERNELS = ("_attend", "paged_prefill")
 WARM_UP_S = 0.3
 ROTATED_BYTES = 400e6
+MOSAIC_WORK = {128: 2048 * 8, 64: 4096 * 8}
+"""By head size, the tokens times kv heads from which on Mosaic is to be taken: with fewer a step
+gains too little for the seconds that each start compiles it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +80,11 @@ def decode(batch: int, context: int, heads: tuple[int, int, int], block_size: in
 
 def prefill(length: int, heads: tuple[int, int, int], block_size: int) -> Work:
     return Work(f"prefill-{length}", ((length, length),), *heads, block_size)
+
+
+def prompts(count: int, length: int, heads: tuple[int, int, int], block_size: int) -> Work:
+    rows = ((length, length),) * count
+    return Work(f"prefill-{count}x{length}", rows, *heads, block_size)
 
 
 def mixed(heads: tuple[int, int, int], block_size: int) -> Work:
@@ -209,6 +217,7 @@ def measure(output: Path) -> None:
         *(prefill(n, LLAMA_8B, 64) for n in (8192, 2048)),
         prefill(8192, LLAMA_8B, 16),
         prefill(8192, QWEN_05B, 64),
+        *(prompts(16, 512, heads, 16) for heads in (LLAMA_8B, QWEN_05B)),
         mixed(LLAMA_8B, 64),
     ]
     device = jax.devices()[0]
@@ -261,7 +270,7 @@ def tune() -> None:
         timers = [Timer(prefill(4096, heads, 64))]
         save(_fastest(timers, "prefill", "triton", 0, prefill_cuts))
         if mosaic_cuts:
-            save(_fastest(timers, "prefill", "mosaic", 0, mosaic_cuts))
+            save(_fastest(timers, "prefill", "mosaic", MOSAIC_WORK[heads[2]], mosaic_cuts))
 
 
 def _fastest(timers: list[Timer], rows: str, kernel: str, min_work: int, cuts: list[dict]) -> dict:

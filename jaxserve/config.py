@@ -42,8 +42,8 @@ class EngineConfig:
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     tensor_parallel_size: int = 1
     attention_impl: Literal["auto", "reference", "triton", "mosaic"] = "auto"
-    """"auto": "triton" on a GPU, "reference" on a CPU. "mosaic", on a Hopper GPU, has long prefills
-    in a kernel of their own."""
+    """"auto": "mosaic" on a Hopper GPU, with a kernel of its own for long prefills, "triton" on any
+    other GPU, "reference" on a CPU."""
     max_logprobs: int = 20
     """Most candidates that a request may ask for at one position."""
     seed: int = 0

@@ -28,6 +28,7 @@ from jaxserve.engine.programs import (
     token_masks_shape,
     use_compilation_cache,
 )
+from jaxserve.model.attention import AttentionImpl
 from jaxserve.model.definition import ModelDefinition
 from jaxserve.model.loader import load_model_params, read_config
 from jaxserve.model.resolve import resolve_model
@@ -125,7 +126,7 @@ def start(config: EngineConfig) -> EngineParts:
         dtype = config.dtype if config.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
         impl = config.attention_impl
         if impl == "auto":
-            impl = "triton" if on_gpu else "reference"
+            impl = _attention_impl(device)
         definition = ModelDefinition.create(
             model_config,
             tensor_parallel_size=config.tensor_parallel_size,
@@ -258,6 +259,12 @@ def start(config: EngineConfig) -> EngineParts:
         slots=slots,
         phases_s=phase.seconds,
     )
+
+
+def _attention_impl(device: jax.Device) -> AttentionImpl:
+    if device.platform != "gpu":
+        return "reference"
+    return "mosaic" if device.compute_capability == "9.0" else "triton"
 
 
 def _make_slots(max_num_seqs: int, vocab_size: int, sharding: NamedSharding) -> SlotState:

@@ -1,12 +1,15 @@
 """On a GPU: the whole model and the engine against the CPU's reference path."""
 
+import json
+import random
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxserve import SamplingParams
+from jaxserve import LLM, SamplingParams
 from jaxserve.engine.batch_builder import BatchBuilder
 from jaxserve.engine.buckets import Bucket
 from jaxserve.engine.forward_batch import BatchLayout
@@ -128,3 +131,56 @@ def test_engine_on_the_gpu_as_alone(make_llm, prompts):
     alone = [llm.generate(p, greedy, use_tqdm=False)[0].outputs[0].token_ids for p in prompts]
     together = llm.generate(prompts, greedy, use_tqdm=False)
     assert [o.outputs[0].token_ids for o in together] == alone
+
+
+def test_long_prefills_by_mosaic(tmp_path):
+    """The kernel inside the engine's step, compiled and again from disk, beside Triton's."""
+    if jax.devices("gpu")[0].compute_capability != "9.0":
+        pytest.skip("Mosaic prefill is for compute capability 9.0")
+    shape = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 1024,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 1000,
+        "max_position_embeddings": 2048,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    rng = random.Random(0)
+    prompts = [rng.choices(range(1000), k=length) for length in (1500, 3, 700, 900, 1)]
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+
+    def logprobs(attention_impl: str) -> np.ndarray:
+        with LLM(
+            str(tmp_path),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            attention_impl=attention_impl,
+            max_num_seqs=4,
+            max_num_batched_tokens=2048,
+            kv_cache_memory_bytes=1 << 28,
+        ) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        return np.array(
+            [
+                entry[token].logprob
+                for output in outputs
+                for token, entry in zip(
+                    output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True
+                )
+            ]
+        )
+
+    expected = logprobs("triton")
+    for _ in range(2):
+        found = logprobs("auto")
+        assert np.abs(found - expected).mean() < 0.01
+        assert np.abs(found - expected).max() < 0.3
+        assert (found != expected).any()  # another kernel has summed in another order
