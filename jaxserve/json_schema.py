@@ -1,9 +1,12 @@
-"""JSON Schemas as requests bring them: which are refused before a grammar is made of one."""
+"""JSON Schemas as requests bring them: said in keywords that llguidance enforces, or refused."""
 
+import copy
 import json
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeGuard
 from urllib.parse import unquote
+
+from jaxserve.look_ahead import without_look_aheads
 
 MAX_BYTES = 1 << 17
 MAX_DEPTH = 64
@@ -28,7 +31,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "dependentRequired": ({},),
     "dependentSchemas": ({},),
     "nullable": (False,),
-    "propertyNames": (True, {}, {"type": "string"}),
     "unevaluatedItems": (True,),
     "unevaluatedProperties": (True,),
     "uniqueItems": (False,),
@@ -40,6 +42,11 @@ _NOTE_FORMATS = frozenset({
     "ipvanynetwork", "json-string", "multi-host-uri", "password", "path", "regex",
 })  # fmt: skip
 """Of pydantic and OpenAPI, which tell a program what a text or number is for."""
+_PATTERN_FORMATS = frozenset({
+    "cidrv4", "cuid", "cuid2", "e164", "emoji", "ends_with", "hex", "includes", "ksuid",
+    "lowercase", "mac", "nanoid", "starts_with", "ulid", "uppercase", "xid",
+})  # fmt: skip
+"""Of zod, which are no more than names of the pattern beside them."""
 _LLGUIDANCE_OPTIONS = "x-guidance"
 
 _LISTS_OR_ONE = (
@@ -49,7 +56,8 @@ _NAMED = ("$defs", "definitions", "patternProperties", "properties")
 
 
 def schema_text(schema: object) -> str:
-    """The schema, a mapping or its text, as compact JSON, members in the order given.
+    """The schema, a mapping or its text, as compact JSON, made enforceable; members in the order
+    given.
 
     ValueError or TypeError, in one line, if it is none, or if part of it would not be enforced.
     """
@@ -62,9 +70,7 @@ def schema_text(schema: object) -> str:
         raise ValueError(f"it must be of at most {MAX_DEPTH} levels") from error
     if not isinstance(value, dict):
         raise ValueError(f"it must be an object, got {value!r:.80}")
-    for part in subschemas(value):
-        _drop_what_asks_for_nothing(part)
-    check_schema(value)
+    make_enforceable(value)
     return _dump(value)
 
 
@@ -78,25 +84,110 @@ def _drop_what_asks_for_nothing(part: dict[str, Any]) -> None:
     """llguidance refuses it all the same."""
     for keyword in [k for k, value in part.items() if _asks_for_nothing(k, value)]:
         del part[keyword]
+    match part:
+        case {"format": str(name), "pattern": str()} if name in _PATTERN_FORMATS:
+            del part["format"]
 
 
-def check_schema(schema: dict[str, Any]) -> None:
-    """ValueError if it is nested too deeply, for keywords that would be passed over in silence,
-    and for references that lead nowhere."""
+def make_enforceable(schema: dict[str, Any]) -> None:
+    """Have it say the same, in place, in keywords that llguidance enforces.
+
+    ValueError if it is nested too deeply, for keywords that would be passed over in silence, and
+    for references that lead nowhere.
+    """
     _check_depth(schema)
     parts = list(subschemas(schema))
+    # In a part with a name of its own, references count from there.
+    root = None if any("$id" in part for part in parts[1:]) else schema
+    room = MAX_BYTES
+    for part in reversed(parts):  # the inner ones first, as names are given copies of them
+        _drop_what_asks_for_nothing(part)
+        _write_out_look_aheads(part)
+        room -= _write_out_names(part, root, room)
+    parts = list(subschemas(schema))
     for part in parts:
-        for keyword, value in part.items():
-            if _asks_for_nothing(keyword, value):
-                continue
-            is_note = keyword.startswith("x-") and keyword != _LLGUIDANCE_OPTIONS
-            if not (is_note or keyword in _NOTES or keyword in _ENFORCED):
+        for keyword in part:
+            if not (_is_note(keyword) or keyword in _ENFORCED):
                 raise ValueError(f"its keyword {keyword!r:.80} is not supported")
-    if any("$id" in part for part in parts[1:]):
-        return  # a schema with a name of its own in another: references count from there
+    if root is None:
+        return
     known: set[str] = set()
     for part in parts:
         _check_reference(schema, part, known)
+
+
+def _is_note(keyword: str) -> bool:
+    is_extension = keyword.startswith("x-") and keyword != _LLGUIDANCE_OPTIONS
+    return is_extension or keyword in _NOTES
+
+
+def _write_out_look_aheads(part: dict[str, Any]) -> None:
+    pattern, others = part.get("pattern"), part.get("allOf", [])
+    if isinstance(pattern, str) and isinstance(others, list):
+        *looked, part["pattern"] = without_look_aheads(pattern)
+        if looked:
+            part["allOf"] = [*others, *({"pattern": one} for one in looked)]
+
+
+def _write_out_names(part: dict[str, Any], root: dict[str, Any] | None, room: int) -> int:
+    """Say `propertyNames` in other keywords: all the names or a pattern of them, and no others.
+
+    Returns how many bytes this adds, about. References lead into `root`; None: not followed.
+    ValueError for what cannot be said so, in `room` bytes.
+    """
+    keyword, names = _names(part.pop("propertyNames", True), root)
+    if keyword is None:
+        return 0
+    known, others = part.get("properties", {}), part.get("additionalProperties", True)
+    if "patternProperties" in part or not isinstance(known, dict):
+        raise ValueError("its propertyNames cannot be enforced beside patternProperties")
+    part["additionalProperties"] = False
+    if keyword == "pattern":
+        if known:
+            raise ValueError("its propertyNames with pattern cannot be enforced beside properties")
+        part["patternProperties"] = {names: others}
+        return 0
+    texts = dict.fromkeys(name for name in names if isinstance(name, str))
+    listed = [name for name in known if name in texts]
+    num_bytes = len(texts) * len(_dump(others))
+    if num_bytes > room:
+        raise ValueError("its propertyNames has too many names for values of such a schema")
+    part["properties"] = {
+        name: known[name] if name in known else copy.deepcopy(others) for name in [*listed, *texts]
+    }
+    return num_bytes
+
+
+def _names(names: object, root: dict[str, Any] | None) -> tuple[str | None, Any]:
+    """The keyword, enum or pattern, that says all about names, and its value; None: any name."""
+    asked = _asked_of_names(names)
+    seen: set[str] = set()
+    while root is not None and asked.keys() == {"$ref"} and is_local(where := asked["$ref"]):
+        if where in seen:
+            break
+        seen.add(where)
+        asked = _asked_of_names(_find(root, where))
+    if not asked:
+        return None, None
+    match asked:
+        case {"const": text, **others} if not others:
+            return "enum", [text]
+        case {"enum": list(texts), **others} if not others:
+            return "enum", texts
+        case {"pattern": str(pattern), **others} if not others:
+            return "pattern", pattern
+    raise ValueError(
+        "its propertyNames can be enforced with enum, const or pattern alone, "
+        f"got {' and '.join(asked):.80}"
+    )
+
+
+def _asked_of_names(names: object) -> dict[str, Any]:
+    if isinstance(names, bool):
+        return {} if names else {"enum": []}
+    if not isinstance(names, dict):
+        raise ValueError(f"its propertyNames must be a schema, got {names!r:.80}")
+    return {k: v for k, v in names.items() if not _is_note(k) and (k, v) != ("type", "string")}
 
 
 def subschemas(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -49,6 +49,134 @@ def test_what_asks_for_nothing_is_left_out():
         StructuredOutputsParams(json={"items": {"uniqueItems": True}})
 
 
+PLAIN = {"type": "string", "pattern": "^[a-z]+$"}
+
+
+@pytest.mark.parametrize(
+    ("asks", "says"),
+    [
+        (  # zod's z.record(z.enum(["b", "a"]), z.int())
+            {
+                "propertyNames": {"type": "string", "enum": ["b", "a"]},
+                "additionalProperties": {"type": "integer"},
+                "required": ["b"],
+            },
+            {
+                "properties": {"b": {"type": "integer"}, "a": {"type": "integer"}},
+                "additionalProperties": False,
+                "required": ["b"],
+            },
+        ),
+        (  # pydantic's dict[Colour, ...]
+            {
+                "propertyNames": {"$ref": "#/$defs/Colour"},
+                "$defs": {"Colour": {"$ref": "#/$defs/C"}, "C": {"title": "C", "enum": ["red"]}},
+            },
+            {
+                "properties": {"red": True},
+                "additionalProperties": False,
+                "$defs": {"Colour": {"$ref": "#/$defs/C"}, "C": {"title": "C", "enum": ["red"]}},
+            },
+        ),
+        (
+            {
+                "properties": {"c": {}, "a": {"type": "null"}},
+                "propertyNames": {"enum": [1, "x", "a"]},
+                "additionalProperties": {"uniqueItems": False, "pattern": "^(?=a)b"},
+            },
+            {
+                "properties": {
+                    "a": {"type": "null"},
+                    "x": {"pattern": "^b", "allOf": [{"pattern": "^(?:a)"}]},
+                },
+                "additionalProperties": False,
+            },
+        ),
+        (
+            {"propertyNames": {"const": "a"}},
+            {"properties": {"a": True}, "additionalProperties": False},
+        ),
+        ({"propertyNames": False}, {"properties": {}, "additionalProperties": False}),
+        (
+            {"propertyNames": PLAIN, "additionalProperties": PLAIN},
+            {"patternProperties": {"^[a-z]+$": PLAIN}, "additionalProperties": False},
+        ),
+        ({"propertyNames": {"type": "string", "title": "Name"}}, {}),
+        (
+            {"items": {"format": "email", "pattern": "^(?!-)(?!.*__)a", "allOf": [PLAIN]}},
+            {
+                "items": {
+                    "format": "email",
+                    "pattern": "^a",
+                    "allOf": [
+                        PLAIN,
+                        {"pattern": "^(?:[^-][\\s\\S]*)?$"},
+                        {"pattern": "^(?:_{0,1}[^_])*_{0,1}$"},
+                    ],
+                }
+            },
+        ),
+        ({"format": "starts_with", "pattern": "^ab.*"}, {"pattern": "^ab.*"}),
+        ({"format": "starts_with"}, {"format": "starts_with"}),
+    ],
+)
+def test_what_is_said_in_other_words(asks, says):
+    found = StructuredOutputsParams(json=asks).json
+    assert json.loads(found) == says
+    assert StructuredOutputsParams(json=found).json == found
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"propertyNames": {"minLength": 1}}, "enum, const or pattern alone, got minLength"),
+        ({"propertyNames": {"enum": ["a"], "pattern": "a"}}, "alone, got enum and pattern"),
+        ({"propertyNames": {"type": "integer"}}, "alone, got type"),
+        ({"propertyNames": {"enum": "a"}}, "alone, got enum"),
+        ({"propertyNames": {"$ref": "#/$defs/a", "$defs": {"a": {"not": {}}}}}, "must be a schema"),
+        ({"propertyNames": {"$ref": "#/propertyNames"}}, r"must be a schema, got None"),
+        ({"propertyNames": {"$ref": "http://127.0.0.1/"}}, r"alone, got \$ref"),
+        ({"propertyNames": 1}, "its propertyNames must be a schema, got 1"),
+        (
+            {"propertyNames": {"enum": ["a"]}, "patternProperties": {"b": {}}},
+            "cannot be enforced beside patternProperties",
+        ),
+        (
+            {"propertyNames": {"pattern": "a"}, "properties": {"b": {}}},
+            "with pattern cannot be enforced beside properties",
+        ),
+        (
+            {
+                "propertyNames": {"enum": [f"name {i}" for i in range(900)]},
+                "additionalProperties": {"enum": [f"value {i}" for i in range(900)]},
+            },
+            "too many names for values of such a schema",
+        ),
+        ({"items": {"pattern": "a(?!b)"}}, "its pattern .* has a look-around that is not"),
+        ({"format": [1], "pattern": "a", "uniqueItems": True}, "'uniqueItems' is not supported"),
+    ],
+)
+def test_what_cannot_be_said_in_other_words(schema, message):
+    with pytest.raises(ValueError, match=f"^json must be a JSON Schema .*{message}") as caught:
+        StructuredOutputsParams(json=schema)
+    assert "\n" not in str(caught.value)
+
+
+def test_copies_for_names_are_bounded_in_all():
+    """Each level alone has room."""
+    schema = {"const": 0}
+    for _ in range(20):
+        schema = {"propertyNames": {"enum": list("abcdef")}, "additionalProperties": schema}
+    with pytest.raises(ValueError, match="too many names"):
+        StructuredOutputsParams(json=schema)
+
+
+def test_too_many_levels():
+    for levels in (65, 3000, 9000):
+        with pytest.raises(ValueError, match="at most 64 levels"):
+            StructuredOutputsParams(json='{"items":' * levels + "{}" + "}" * levels)
+
+
 @pytest.mark.parametrize(
     "keyword", ["fooBar", "%lark", "x-guidance", "not", "if", "uniqueItems", "nullable", "extends"]
 )

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from jaxserve.json_schema import check_schema, is_local, subschemas
+from jaxserve.json_schema import is_local, make_enforceable, subschemas
 from jaxserve.server.protocol.shaping import encode_json
 
 MAX_TOOLS = 512
@@ -89,7 +89,7 @@ def arguments_schema(function: Function) -> dict[str, Any]:
         return {"type": "object", "additionalProperties": False}
     schema = copy.deepcopy({"type": "object", **function.parameters})
     try:
-        check_schema(schema)
+        make_enforceable(schema)
     except ValueError as error:
         raise ValueError(f"function {function.name!r}: {error}") from error
     return schema
