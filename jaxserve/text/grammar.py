@@ -21,6 +21,10 @@ COMPILE_WALL_S = 30.0
 MAX_CACHED_GRAMMARS = 64
 WHITESPACE_PATTERN = r" ?|\n {0,20}"
 """What indented JSON needs. Were there no bound, small models would write line ends without end."""
+_OPTIONS = {"name": "options", "lark_grammar": 'start: ""\n%llguidance {"no_forcing": true}'}
+"""A grammar for its options alone, which count for all beside it: where only one text can follow,
+the model chooses among all tokens that begin it. It would have to take a certain one otherwise, and
+llguidance knows no tokenizer that would make it."""
 
 
 class GrammarCompiler:
@@ -111,19 +115,25 @@ class GrammarCompiler:
 
 def _grammar(params: StructuredOutputsParams) -> str:
     """llguidance's description of the grammar."""
-    if params.regex is not None:
-        regex = regex_to_lark(params.regex, use_ascii="d")
-        return LLMatcher.grammar_from_lark(f"start: /{regex}/")
+    described: dict[str, Any]
+    if params.json is not None or params.json_object:
+        schema = json.loads(params.json) if params.json is not None else {"type": "object"}
+        described = {"json_schema": schema | {"x-guidance": json_options(params)}}
+    else:
+        described = {"lark_grammar": _lark(params)}
+    return json.dumps({"grammars": [described, _OPTIONS]}, ensure_ascii=False)
+
+
+def _lark(params: StructuredOutputsParams) -> str:
     if params.grammar is not None:
-        return LLMatcher.grammar_from_lark(params.grammar)
-    if params.choice is not None:
-        # One terminal, since alternatives of a rule count against the parser's limit; and the lexer
-        # of Lark takes no DEL as it is.
-        texts = (json.dumps(text, ensure_ascii=False) for text in params.choice)
-        choice = " | ".join(texts).replace("\x7f", "\\u007f")
-        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choice}")
-    schema = params.json if params.json is not None else '{"type":"object"}'
-    return LLMatcher.grammar_from_json_schema(schema, overrides=json_options(params))
+        return params.grammar
+    if params.regex is not None:
+        return f"start: /{regex_to_lark(params.regex, use_ascii='d')}/"
+    # One terminal, since alternatives of a rule count against the parser's limit; and the lexer of
+    # Lark takes no DEL as it is.
+    texts = (json.dumps(text, ensure_ascii=False) for text in params.choice)
+    choice = " | ".join(texts).replace("\x7f", "\\u007f")
+    return f"start: CHOICE\nCHOICE: {choice}"
 
 
 def json_options(params: StructuredOutputsParams) -> dict[str, Any]:
