@@ -61,6 +61,8 @@ class StructuredOutputsParams:
     whitespace_pattern: str | None = None
     """With these alone: the whitespace that there may be outside strings, as a regular expression;
     None: a space, or a line end and up to 20 spaces."""
+    after: str | None = None
+    """With these alone: what ends a text of any kind that comes first."""
 
     def __post_init__(self) -> None:
         chosen = [name for name in _CONSTRAINTS if getattr(self, name) not in (None, False)]
@@ -82,13 +84,13 @@ class StructuredOutputsParams:
                 self.choice,
             )
             object.__setattr__(self, "choice", tuple(self.choice))
-        for name in ("regex", "grammar", "whitespace_pattern"):
+        for name in ("regex", "grammar", "whitespace_pattern", "after"):
             value = getattr(self, name)
             _check(value is None or (isinstance(value, str) and value), name, "text", value)
         if self.whitespace_pattern is not None and self.disable_any_whitespace:
             raise ValueError("whitespace_pattern and disable_any_whitespace exclude each other")
         if self.json is None and not self.json_object:
-            for name in ("whitespace_pattern", "disable_any_whitespace"):
+            for name in ("whitespace_pattern", "disable_any_whitespace", "after"):
                 if getattr(self, name):
                     raise ValueError(f"{name} needs json or json_object, not {chosen[0]}")
         num_bytes = sum(len(_utf8(chosen[0], text)) for text in self._texts())
@@ -100,7 +102,7 @@ class StructuredOutputsParams:
     def _texts(self) -> Sequence[str]:
         if self.choice is not None:
             return self.choice
-        texts = (self.json, self.regex, self.grammar, self.whitespace_pattern)
+        texts = (self.json, self.regex, self.grammar, self.whitespace_pattern, self.after)
         return [text for text in texts if text is not None]
 
 

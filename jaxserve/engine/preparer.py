@@ -147,16 +147,18 @@ class RequestPreparer:
             return None
         if self._grammars is None:
             raise ValueError("structured_outputs needs a tokenizer, and this engine has none")
-        return self._grammars.matcher(params.structured_outputs)
+        return self._grammars.matcher(params.structured_outputs, params.n)
 
     def must_compile(self, params: SamplingParams) -> bool:
         """Whether `prepare` has to compile a grammar first."""
         structure = params.structured_outputs
-        return not (structure is None or self._grammars is None or self._grammars.has(structure))
+        return not (
+            structure is None or self._grammars is None or self._grammars.has(structure, params.n)
+        )
 
     def forget_grammar(self, params: SamplingParams) -> None:
         """One of its matchers has failed, and others would with it."""
-        self._grammars.forget(params.structured_outputs)
+        self._grammars.forget(params.structured_outputs, params.n)
 
     def close(self) -> None:
         """End the process that tries grammars. Closing twice is fine."""

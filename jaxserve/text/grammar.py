@@ -6,21 +6,33 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
+from dataclasses import astuple
 from typing import Any
 
 from llguidance import LLMatcher, regex_to_lark
 
 from jaxserve.sampling_params import StructuredOutputsParams
 from jaxserve.text import grammar_trial
-from jaxserve.text.grammar_trial import Vocabulary, compile_grammar, make_tokenizer
+from jaxserve.text.grammar_trial import Limits, Vocabulary, compile_grammar, make_tokenizer
 from jaxserve.text.tokenizer import Tokenizer
 
 COMPILE_CPU_S = 3.0
 COMPILE_WALL_S = 30.0
 """For a trial that computes nothing, or gets nothing to compute with."""
 MAX_CACHED_GRAMMARS = 64
+JSON_LIMITS = Limits(
+    max_items_in_row=1500, step_max_items=40_000, step_lexer_fuel=200_000, max_grammar_size=50_000
+)
+"""Objects of hundreds of optional properties, and hundreds of tools: long rows, never ambiguous."""
+LARK_LIMITS = Limits(
+    max_items_in_row=200, step_max_items=20_000, step_lexer_fuel=200_000, max_grammar_size=10_000
+)
+"""Of SQL, two and a half times the row, five times the step and forty times the size."""
 WHITESPACE_PATTERN = r" ?|\n {0,20}"
 """What indented JSON needs. Were there no bound, small models would write line ends without end."""
+_AFTER = """start: before /[ \\r\\n]{0,8}/ answer
+before[suffix=%s]: /(?s:.*)/
+answer: %%json %s"""
 _OPTIONS = {"name": "options", "lark_grammar": 'start: ""\n%llguidance {"no_forcing": true}'}
 """A grammar for its options alone, which count for all beside it: where only one text can follow,
 the model chooses among all tokens that begin it. It would have to take a certain one otherwise, and
@@ -40,32 +52,34 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._compile_cpu_s = compile_cpu_s
-        self._cache: OrderedDict[StructuredOutputsParams, LLMatcher] = OrderedDict()
+        self._cache: OrderedDict[tuple[StructuredOutputsParams, int], LLMatcher] = OrderedDict()
         self._cache_lock = threading.Lock()
         self._compiling = threading.Lock()
         self._prepared: tuple[grammar_trial.LLTokenizer, _Trial] | None = None
 
-    def matcher(self, params: StructuredOutputsParams) -> LLMatcher:
+    def matcher(self, params: StructuredOutputsParams, num_rows: int = 1) -> LLMatcher:
         """A matcher of the caller's own, at the start of the grammar.
 
-        ValueError, in one line, if the grammar makes no sense, asks for what is not supported, or
-        takes more than the time and memory it may.
+        A request of `num_rows` answers needs as many, which share the limits of one. ValueError,
+        in one line, if the grammar makes no sense, asks for what is not supported, or takes more
+        than the time and memory it may.
         """
-        matcher = self._cached(params)
+        key = (params, num_rows)
+        matcher = self._cached(key)
         if matcher is None:
             with self._compiling:
-                matcher = self._cached(params) or self._compile(params)
+                matcher = self._cached(key) or self._compile(*key)
         return matcher.deep_copy()
 
-    def has(self, params: StructuredOutputsParams) -> bool:
+    def has(self, params: StructuredOutputsParams, num_rows: int = 1) -> bool:
         """Whether `matcher` has no need to compile."""
         with self._cache_lock:
-            return params in self._cache
+            return (params, num_rows) in self._cache
 
-    def forget(self, params: StructuredOutputsParams) -> None:
+    def forget(self, params: StructuredOutputsParams, num_rows: int = 1) -> None:
         """Compile it anew next time: matchers share what they have learned, and one has failed."""
         with self._cache_lock:
-            self._cache.pop(params, None)
+            self._cache.pop((params, num_rows), None)
 
     def close(self) -> None:
         """End the trial process. Closing twice is fine."""
@@ -74,13 +88,13 @@ class GrammarCompiler:
                 self._prepared[1].close()
                 self._prepared = None
 
-    def _cached(self, params: StructuredOutputsParams) -> LLMatcher | None:
+    def _cached(self, key: tuple[StructuredOutputsParams, int]) -> LLMatcher | None:
         with self._cache_lock:
-            if params in self._cache:
-                self._cache.move_to_end(params)
-            return self._cache.get(params)
+            if key in self._cache:
+                self._cache.move_to_end(key)
+            return self._cache.get(key)
 
-    def _compile(self, params: StructuredOutputsParams) -> LLMatcher:
+    def _compile(self, params: StructuredOutputsParams, num_rows: int) -> LLMatcher:
         if self._prepared is None:
             vocabulary = self._vocabulary()
             trial = _Trial(vocabulary, self._compile_cpu_s)
@@ -88,12 +102,13 @@ class GrammarCompiler:
         tokenizer, trial = self._prepared
         try:
             grammar = _grammar(params)
-            trial.check(grammar)
-            matcher = compile_grammar(tokenizer, grammar)
+            limits = (JSON_LIMITS if _is_json(params) else LARK_LIMITS).shared(num_rows)
+            trial.check(grammar, limits)
+            matcher = compile_grammar(tokenizer, grammar, limits)
         except ValueError as error:
             raise ValueError(f"the {_kind(params)} cannot be used: {error}") from None
         with self._cache_lock:
-            self._cache[params] = matcher
+            self._cache[params, num_rows] = matcher
             while len(self._cache) > MAX_CACHED_GRAMMARS:
                 self._cache.popitem(last=False)
         return matcher
@@ -116,11 +131,14 @@ class GrammarCompiler:
 def _grammar(params: StructuredOutputsParams) -> str:
     """llguidance's description of the grammar."""
     described: dict[str, Any]
-    if params.json is not None or params.json_object:
-        schema = json.loads(params.json) if params.json is not None else {"type": "object"}
-        described = {"json_schema": schema | {"x-guidance": json_options(params)}}
-    else:
+    if not _is_json(params):
         described = {"lark_grammar": _lark(params)}
+    else:
+        schema = json.loads(params.json) if params.json is not None else {"type": "object"}
+        schema["x-guidance"] = _json_options(params)
+        described = {"json_schema": schema}
+        if params.after is not None:
+            described = {"lark_grammar": _AFTER % (_quote(params.after), _quote(schema))}
     return json.dumps({"grammars": [described, _OPTIONS]}, ensure_ascii=False)
 
 
@@ -131,12 +149,19 @@ def _lark(params: StructuredOutputsParams) -> str:
         return f"start: /{regex_to_lark(params.regex, use_ascii='d')}/"
     # One terminal, since alternatives of a rule count against the parser's limit; and the lexer of
     # Lark takes no DEL as it is.
-    texts = (json.dumps(text, ensure_ascii=False) for text in params.choice)
-    choice = " | ".join(texts).replace("\x7f", "\\u007f")
+    choice = " | ".join(map(_quote, params.choice)).replace("\x7f", "\\u007f")
     return f"start: CHOICE\nCHOICE: {choice}"
 
 
-def json_options(params: StructuredOutputsParams) -> dict[str, Any]:
+def _quote(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _is_json(params: StructuredOutputsParams) -> bool:
+    return params.json is not None or bool(params.json_object)
+
+
+def _json_options(params: StructuredOutputsParams) -> dict[str, Any]:
     """What llguidance is told of a JSON Schema: to refuse what it cannot enforce, and where JSON
     may have which whitespace."""
     flexible = not params.disable_any_whitespace
@@ -164,9 +189,9 @@ class _Trial:
         self._seconds = seconds
         self._process: subprocess.Popen[bytes] | None = None
 
-    def check(self, grammar: str) -> None:
+    def check(self, grammar: str, limits: Limits) -> None:
         """ValueError if the grammar cannot be compiled within the limits."""
-        request = pickle.dumps(grammar)
+        request = pickle.dumps((grammar, *astuple(limits)))
         if self._process is None:
             self._process = self._start()
             request = self._first + request

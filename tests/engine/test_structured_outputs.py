@@ -260,6 +260,22 @@ def test_aborted_midway(llm):
     assert llm.stats().kv_usage == 0
 
 
+def test_an_ambiguous_grammar_ends_alone(llm):
+    """Sooner with more answers, as their masks are made in the same step."""
+    ambiguous = {"grammar": 'start: start start | "a"'}
+    good = params({"choice": ["yes"]})
+    alone, several = (params(ambiguous, n=n, min_tokens=80, max_tokens=80) for n in (1, 8))
+    with pytest.raises(RequestErrors) as caught:
+        llm.generate([PROMPT] * 3, [good, several, alone], use_tqdm=False)
+    (text,) = caught.value.errors.values()
+    assert list(caught.value.errors) == [1]
+    assert text.startswith("the grammar failed: ")
+    assert [output and output.outputs[0].text for output in caught.value.outputs] == [
+        "yes", None, "a" * 80,
+    ]  # fmt: skip
+    assert llm.stats().kv_usage == 0
+
+
 def test_without_a_tokenizer(make_llm):
     with pytest.raises(RequestErrors, match="structured_outputs needs a tokenizer"):
         make_llm().generate([[5]], params({"regex": "a"}), use_tqdm=False)

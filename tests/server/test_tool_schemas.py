@@ -5,6 +5,7 @@ from typing import get_args
 
 import pytest
 
+from jaxserve.sampling_params import StructuredOutputsParams
 from jaxserve.server.config import ReasoningParserName, ServerConfig, ToolCallParserName
 from jaxserve.server.protocol.answer import AnswerFormat
 from jaxserve.server.protocol.reasoning import REASONING_PARSERS
@@ -93,14 +94,14 @@ def test_thoughts_come_before_json():
         return params.structured_outputs
 
     required = {"tools": TOOLS, "tool_choice": "required"}
-    assert prepared("<think>", **required).grammar.startswith("start: thoughts")
-    assert json.loads(prepared("<think>\n\n</think>\n", **required).json)["type"] == "array"
-    for fields in ({"json_object": True}, {"json": {"type": "object"}}):
-        constraint = prepared("", structured_outputs={**fields, "whitespace_pattern": " ?"})
-        schema = json.loads(constraint.grammar.partition("%json ")[2])
-        assert schema["type"] == "object"
-        assert schema["x-guidance"]["whitespace_pattern"] == " ?"
-        assert schema["x-guidance"]["lenient"] is False
+    for prompt, after in (("<think>", "</think>"), ("<think>\n\n</think>\n", None)):
+        constraint = prepared(prompt, **required)
+        assert json.loads(constraint.json)["type"] == "array"
+        assert constraint.after == after
+    for fields in ({"json_object": True}, {"json": '{"type":"object"}'}):
+        fields["whitespace_pattern"] = " ?"
+        expected = StructuredOutputsParams(**fields, after="</think>")
+        assert prepared("", structured_outputs=fields) == expected
     assert prepared("", structured_outputs={"regex": "a"}).regex == "a"
     assert prepared("") is None
 

@@ -1,13 +1,12 @@
 """What a model thinks before it answers: `<think>…</think>`, and then the answer."""
 
-import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from jaxserve.sampling_params import StructuredOutputsParams
 from jaxserve.server.protocol.text_parser import Content, Reading, Reasoning, TextParser
 from jaxserve.server.protocol.tool_parsers.json_calls import SPACE
-from jaxserve.text.grammar import json_options
 
 _BEGIN, _END = "<think>", "</think>"
 THINK_TAGS = (_BEGIN, _END)
@@ -55,12 +54,7 @@ prompt and the chat template's variables."""
 
 def after_thoughts(constraint: StructuredOutputsParams) -> StructuredOutputsParams:
     """The same constraint to JSON, for what comes after the reasoning."""
-    schema = json.loads(constraint.json) if constraint.json else {"type": "object"}
-    text = json.dumps({**schema, "x-guidance": json_options(constraint)}, ensure_ascii=False)
-    return StructuredOutputsParams(
-        grammar=f'start: thoughts /[ \\r\\n]{{0,8}}/ answer\nthoughts[suffix="{_END}"]: /(?s:.*)/\n'
-        f"answer: %json {text}"
-    )
+    return replace(constraint, after=_END)
 
 
 def goes_on_thinking(begun: str) -> bool:
