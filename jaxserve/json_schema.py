@@ -95,7 +95,7 @@ def make_enforceable(schema: dict[str, Any]) -> None:
     ValueError if it is nested too deeply, for keywords that would be passed over in silence, and
     for references that lead nowhere.
     """
-    _check_depth(schema)
+    check_depth(schema)
     parts = list(subschemas(schema))
     # In a part with a name of its own, references count from there.
     root = None if any("$id" in part for part in parts[1:]) else schema
@@ -251,7 +251,8 @@ def _members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return members
 
 
-def _check_depth(schema: object) -> None:
+def check_depth(schema: object) -> None:
+    """ValueError for more than MAX_DEPTH levels of objects and lists."""
     level = [schema]
     for _ in range(MAX_DEPTH):
         level = [

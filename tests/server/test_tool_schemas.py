@@ -32,8 +32,8 @@ TOOLS = [
 
 
 def schema_of(tool_choice, **fields):
-    body = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
-    request = ChatCompletionRequest(**body, tool_choice=tool_choice, **fields)
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS} | fields
+    request = ChatCompletionRequest(**body, tool_choice=tool_choice)
     params = request.to_params().structured_outputs
     return None if params is None else json.loads(params.json)
 
@@ -71,6 +71,26 @@ def test_required():
     assert parameters["Größe"] == {"type": "object", "properties": {}}
     assert parameters["now"] == {"type": "object", "additionalProperties": False}
     assert schema_of("required", parallel_tool_calls=False)["maxItems"] == 1
+
+
+def test_references_of_names_and_what_stands_for_them():
+    """Names are looked up, and each of them is given values of its own, before references move."""
+    parameters = {
+        "type": "object",
+        "properties": {
+            "sizes": {
+                "propertyNames": {"$ref": "#/$defs/Colour"},
+                "additionalProperties": {"$ref": "#/$defs/Size"},
+            }
+        },
+        "$defs": {"Colour": {"enum": ["red", "blue"]}, "Size": {"type": "integer"}},
+    }
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    schema = schema_of("required", tools=tools)
+    sizes = schema["$defs"]["0"]["properties"]["sizes"]
+    assert list(sizes["properties"]) == ["red", "blue"]
+    for size in sizes["properties"].values():
+        assert find(schema, size["$ref"]) == {"type": "integer"}
 
 
 def test_named():
@@ -129,6 +149,7 @@ def test_names_of_parsers():
         ({"properties": {"a": {"$ref": "#/$defs/b"}}}, "reference '#/.defs/b' leads to no schema"),
         ({"properties": {"a": {"fooBar": 1}}}, "its keyword 'fooBar' is not supported"),
         ({"properties": {"a": json.loads('{"items":' * 99 + "{}" + "}" * 99)}}, "64 levels"),
+        ({"properties": {"a": json.loads('{"items":' * 999 + "{}" + "}" * 999)}}, "64 levels"),
     ],
 )
 @pytest.mark.parametrize("choice", ["required", named("f")])

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from jaxserve.json_schema import is_local, make_enforceable, subschemas
+from jaxserve.json_schema import check_depth, is_local, make_enforceable, subschemas
 from jaxserve.server.protocol.shaping import encode_json
 
 MAX_TOOLS = 512
@@ -87,8 +87,10 @@ def arguments_schema(function: Function) -> dict[str, Any]:
     must not hold."""
     if function.parameters is None:
         return {"type": "object", "additionalProperties": False}
-    schema = copy.deepcopy({"type": "object", **function.parameters})
+    schema = {"type": "object", **function.parameters}
     try:
+        check_depth(schema)
+        schema = copy.deepcopy(schema)
         make_enforceable(schema)
     except ValueError as error:
         raise ValueError(f"function {function.name!r}: {error}") from error
