@@ -163,12 +163,12 @@ def test_what_cannot_be_said_in_other_words(schema, message):
 
 
 def test_copies_for_names_are_bounded_in_all():
-    """Each level alone has room."""
-    schema = {"const": 0}
-    for _ in range(20):
-        schema = {"propertyNames": {"enum": list("abcdef")}, "additionalProperties": schema}
+    """Each of the two has room for itself."""
+    names = {"enum": [f"n{i}" for i in range(80)]}
+    part = {"propertyNames": names, "additionalProperties": {"enum": ["x" * 1000]}}
+    assert StructuredOutputsParams(json={"properties": {"a": part}}).json.count("x" * 1000) == 80
     with pytest.raises(ValueError, match="too many names"):
-        StructuredOutputsParams(json=schema)
+        StructuredOutputsParams(json={"properties": {"a": part, "b": part}})
 
 
 def test_too_many_levels():
