@@ -110,8 +110,14 @@ class Gate:
 
 
 def _num_head_bytes(scope: Scope) -> int:
-    parts = [scope["raw_path"], scope["query_string"]]
-    return sum(map(len, parts + [part for header in scope["headers"] for part in header]))
+    """Of the request line and headers, with what parts them; optional whitespace counts as one
+    space."""
+    query = scope["query_string"]
+    target_len = len(scope["raw_path"]) + len(query) + bool(query)
+    line_len = len(scope["method"]) + target_len + len("  HTTP/1.1\r\n")
+    return line_len + sum(
+        len(name) + len(value) + len(": \r\n") for name, value in scope["headers"]
+    )
 
 
 def _refusal(scope: Scope, headers: Headers) -> Response:

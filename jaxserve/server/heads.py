@@ -1,4 +1,6 @@
-"""Bounds what a client may send before anything looks at it: request lines and headers."""
+"""What comes before anything of ours looks at it: request lines and headers, bounded."""
+
+from http import HTTPStatus
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -18,7 +20,8 @@ def head_too_large() -> ApiError:
 
 
 class BoundedHeads(HttpToolsProtocol):
-    """uvicorn's protocol, which hangs up where a head, or the trailer of a body, does not end.
+    """uvicorn's protocol, which hangs up where a head, or the trailer of a body, does not end, and
+    has our errors for that and for what is no HTTP.
 
     What has come in one piece may be longer: the gate refuses such a head.
     """
@@ -40,11 +43,20 @@ class BoundedHeads(HttpToolsProtocol):
         super().data_received(data)
         self._num_pending_bytes = 0 if self._has_progress else self._num_pending_bytes + len(data)
         if self._num_pending_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            if self.cycle is None or self.cycle.response_complete:
-                body = encode_json(head_too_large().body)
-                self.transport.write(
-                    b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
-                    b"content-type: application/json\r\nconnection: close\r\n"
-                    b"content-length: %d\r\n\r\n%s" % (len(body), body)
-                )
-            self.transport.close()
+            self._refuse(head_too_large())
+
+    def send_400_response(self, msg: str) -> None:
+        """Called for what cannot be parsed; `msg` is uvicorn's word for it."""
+        self._refuse(ApiError(400, "what came is no valid HTTP/1.1 request"))
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer, unless another answer has begun, and hang up."""
+        is_answering = self.cycle is not None and self.cycle.response_started
+        if not is_answering or self.cycle.response_complete:
+            status, body = HTTPStatus(error.status_code), encode_json(error.body)
+            head = (
+                f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
+                f"connection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+            )
+            self.transport.write(head.encode() + body)
+        self.transport.close()

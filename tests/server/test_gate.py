@@ -45,6 +45,15 @@ def sent(server, text):
     return int(line.split()[1]) if line else None
 
 
+def answer(server, text):
+    """What the server says to a text before it hangs up: status, head and body."""
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(text.encode("latin-1"))
+        head, _, body = connection.makefile("rb").read().partition(b"\r\n\r\n")
+    return int(head.split()[1]), head.decode("latin-1"), body
+
+
 def test_every_key_opens(guarded):
     for key in (KEY, OTHER):
         response = guarded.http.get("/v1/models", headers={"authorization": f"Bearer {key}"})
@@ -107,9 +116,54 @@ def test_a_head_in_one_piece_is_bounded(guarded):
     assert guarded.http.get("/health", headers={"x-long": "x" * 65_000}).status_code == 200
 
 
+@pytest.mark.parametrize("num_bytes", [65_536, 65_537])
+@pytest.mark.parametrize("filler", ["", "a: b\r\n" * 10_000], ids=["long", "many"])
+def test_all_of_a_head_counts(guarded, filler, num_bytes):
+    lines = f"GET /health?x HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{filler}X-Long: "
+    lines += "x" * (num_bytes - len(lines) - 2) + "\r\n"
+    status, _, _ = answer(guarded, lines + "\r\n")
+    assert status == (200 if num_bytes <= 65_536 else 431)
+
+
+POST = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
 def test_a_trailer_is_bounded(fake):
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
-    assert sent(fake, head + "2\r\n{}\r\n0\r\n" + "X-Many: 1\r\n" * 100_000) is None
+    body = "Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
+    assert sent(fake, POST + body + "X-Many: 1\r\n" * 100_000) in (431, None)
+    assert fake.http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["\x16\x03\x01\x02\x00\x01\x00\x01", "hello\r\n\r\n", "GET /health\xff HTTP/1.1\r\n\r\n",
+     "GET /health HTTP/1.1\r\nno colon\r\n\r\n",
+     POST + "Transfer-Encoding: chunked\r\n\r\nno length\r\n"],
+    ids=["tls", "words", "path", "header", "body"],
+)  # fmt: skip
+def test_what_is_no_http_hears_so_in_openais_shape(fake, text):
+    status, head, body = answer(fake, text)
+    assert status == 400
+    assert "content-type: application/json" in head
+    assert json.loads(body)["error"] == {
+        "message": "what came is no valid HTTP/1.1 request",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": None,
+    }
+
+
+def test_an_answer_that_has_begun_has_no_other_in_it(fake):
+    body = json.dumps({"prompt": "abc", "max_tokens": 400, "ignore_eos": True, "stream": True})
+    host, port = fake.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(f"{POST}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        lines = connection.makefile("rb")
+        assert lines.readline() == b"HTTP/1.1 200 OK\r\n"
+        connection.sendall(b"hello\r\n\r\n")
+        rest = lines.read()
+    assert b"HTTP/1.1" not in rest
+    assert b"[DONE]" not in rest
 
 
 def test_cross_origin(guarded, fake):
