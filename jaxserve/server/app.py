@@ -8,7 +8,6 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import JSONResponse
 
 from jaxserve.server.body import BoundedRequest
 from jaxserve.server.config import ServerConfig
@@ -212,4 +211,4 @@ async def _validation_error(request: Request, error: RequestValidationError) -> 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
     """uvicorn logs the traceback."""
-    return JSONResponse(ApiError(500, "internal error").body, 500)
+    return error_response(ApiError(500, "internal error"))

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from jaxserve.engine.group import EngineGroup
 from jaxserve.engine.messages import EngineInfo
-from jaxserve.engine.streams import RequestStream
+from jaxserve.engine.streams import EngineDeadError, QueueFullError, RequestStream
 from jaxserve.outputs import OutputDelta
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.config import ServerConfig
@@ -19,7 +19,7 @@ from jaxserve.server.metrics import RequestClock, ServerMetrics
 from jaxserve.server.protocol.answer import Answer, AnswerFormat
 from jaxserve.server.protocol.chat import ChatShaper
 from jaxserve.server.protocol.completions import CompletionShaper
-from jaxserve.server.protocol.errors import ApiError, from_engine
+from jaxserve.server.protocol.errors import ApiError, from_engine, shown
 from jaxserve.server.protocol.messages import conversation
 from jaxserve.server.protocol.requests import (
     ChatCompletionRequest,
@@ -126,7 +126,7 @@ class Service:
 
     async def detokenize(self, body: DetokenizeRequest) -> Detokenized:
         self._check_model(body.model)
-        self._check_ids(body.tokens)
+        self._check_ids("tokens", body.tokens)
         return {"prompt": await _in_thread(self._tokenizer.decode, body.tokens, False)}
 
     # With it.
@@ -144,7 +144,10 @@ class Service:
                 param="n",
             )
         prompts = await _in_thread(
-            lambda: [self._encode_prompt(p, body.add_special_tokens) for p in inputs]
+            lambda: [
+                self._encode_prompt(place, prompt, body.add_special_tokens)
+                for place, prompt in inputs.items()
+            ]
         )
         ids = [id_] if len(prompts) == 1 else [f"{id_}-{i}" for i in range(len(prompts))]
         batch = Batch(ids, prompts, params)
@@ -201,7 +204,7 @@ class Service:
         except ClientDisconnected:
             end()
             return Response(status_code=_CLOSED_REQUEST)
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, QueueFullError, EngineDeadError) as error:
             end()
             raise from_engine(error, type(body).model_fields) from error
         except BaseException:
@@ -227,11 +230,13 @@ class Service:
 
     # Encoding, off the event loop.
 
-    def _encode_prompt(self, prompt: str | list[int], add_special_tokens: bool) -> EncodedPrompt:
+    def _encode_prompt(
+        self, place: str, prompt: str | list[int], add_special_tokens: bool
+    ) -> EncodedPrompt:
         text = prompt if isinstance(prompt, str) else None
         ids = self._encode(prompt, add_special_tokens) if text is not None else prompt
         self._check_len(len(ids))
-        self._check_ids(ids)
+        self._check_ids(place, ids)
         return EncodedPrompt(ids, text)
 
     def _prepare_chat(
@@ -264,11 +269,16 @@ class Service:
         if num_tokens >= self.info.max_model_len:
             raise _too_long(f"{num_tokens} tokens", self.info.max_model_len)
 
-    def _check_ids(self, ids: Sequence[int]) -> None:
+    def _check_ids(self, place: str, ids: Sequence[int]) -> None:
         last = self.info.vocab_size - 1
-        for token in (min(ids, default=0), max(ids, default=0)):
-            if not 0 <= token <= last:
-                raise ApiError(400, f"token id {token} is outside the vocabulary (0 to {last})")
+        if ids and not 0 <= min(ids) <= max(ids) <= last:
+            i = next(i for i, token in enumerate(ids) if not 0 <= token <= last)
+            place = f"{place}[{i}]"
+            raise ApiError(
+                400,
+                f"{place}: must be a token id from 0 to {last}, got {shown(ids[i])}",
+                param=place,
+            )
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name not in self._model_names:

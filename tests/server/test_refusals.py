@@ -39,9 +39,9 @@ def check_error(response, status, param=None):
         ({"prompt": {"a": 1}}, "prompt"),
         ({"prompt": ["a"] * 1025}, "prompt"),
         ({"prompt": ["a"] * 100, "n": 100}, "n"),
-        ({"prompt": [-1]}, None),
-        ({"prompt": [267]}, None),
-        ({"prompt": [10**30]}, None),
+        ({"prompt": [-1]}, "prompt[0]"),
+        ({"prompt": [1, 2, 267, 268]}, "prompt[2]"),
+        ({"prompt": [[1], [2, 10**30]]}, "prompt[1][1]"),
         ({"n": 0}, "n"),
         ({"n": 129}, "n"),
         ({"n": 1.5}, "n"),
@@ -138,14 +138,30 @@ def test_impossible_chats(fake, changes, param):
          f'temperature: must be a number, got "{"h" * 40}"..., seed: must be at most '
          "18446744073709551615, got a longer number"),
         ({}, "messages: is required"),
-        ([], "must be an object, got a list"),
+        ([], "the body must be a JSON object, got a list"),
+        ("x" * 99, f'the body must be a JSON object, got "{"x" * 40}"...'),
+        (None, "the body must be a JSON object"),
     ],
-    ids=range(8),
+    ids=range(10),
 )  # fmt: skip
 def test_messages_are_in_plain_words(fake, body, message):
     response = fake.http.post("/v1/chat/completions", json=body)
     assert response.status_code == 400
     assert response.json()["error"]["message"] == message
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/detokenize"])
+def test_an_empty_body_is_told_what_it_must_be(fake, path):
+    error = check_error(fake.http.post(path), 400)
+    assert error["message"] == "the body must be a JSON object"
+
+
+def test_an_impossible_token_id_is_named_and_not_repeated_at_length(fake):
+    for path, name in (("/v1/completions", "prompt"), ("/detokenize", "tokens")):
+        error = check_error(fake.post(path, **{name: [5, 267]}), 400, f"{name}[1]")
+        assert error["message"] == f"{name}[1]: must be a token id from 0 to 266, got 267"
+    error = check_error(fake.post("/v1/completions", prompt=[10**4000]), 400, "prompt[0]")
+    assert error["message"].endswith("got a longer number")
 
 
 def test_what_asks_for_nothing_is_fine(fake):
@@ -325,6 +341,19 @@ def test_one_fault_of_many_is_enough(fake, changes):
     (name,) = {"content", "tool_calls"} & {n for n, value in changes.items() if value}
     check_error(response, 400, f"messages[0].{name}[0]")
     assert len(response.content) < 1000
+
+
+@pytest.mark.parametrize("key", ["x" * 100_000, "1 " * 50_000])
+def test_a_long_key_is_not_repeated(fake, key):
+    response = fake.post("/v1/completions", **GOOD, logit_bias={key: "much"})
+    error = check_error(response, 400, f'logit_bias["{key[:40]}"...]')
+    assert len(error["message"]) < 200
+
+
+def test_of_many_faults_some_are_told(fake):
+    response = fake.post("/v1/completions", **GOOD, stop=[1] * 64)
+    error = check_error(response, 400, "stop[0]")
+    assert error["message"].endswith("stop[7]: must be a string, got 1, and 56 more")
 
 
 def test_what_text_holds_is_not_counted(fake):

@@ -96,20 +96,28 @@ _LENGTHS = {
     "string_too_short": "at least {min_length}",
     "string_too_long": "at most {max_length}",
 }
-_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+_NAME = re.compile(r"[A-Za-z_]\w{0,63}", re.ASCII)
 _MAX_SHOWN = 40
+_MAX_LISTED = 8
 
 
 def from_validation(errors: Sequence[dict[str, Any]], body: Any) -> ApiError:
-    """pydantic's list of what is wrong with `body`, as one line."""
+    """pydantic's list of what is wrong with `body`, as one line. None: it was empty, or null."""
+    if not isinstance(body, dict):
+        got = "" if body is None else f", got {shown(body)}"
+        return ApiError(400, f"the body must be a JSON object{got}")
     found: dict[str, list[dict[str, Any]]] = {}
     for error in errors:
         found.setdefault(_path(error, body), []).append(error)
     # Of a union each alternative has its own say; the one that got furthest is what was meant.
-    paths = [p for p in found if not any(q != p and _is_inside(q, p) for q in found)]
-    line = ", ".join(f"{path}: {_wrong(found[path])}".removeprefix(": ") for path in paths)
+    outer = {path[:i] for path in found for i, char in enumerate(path) if char in ".["}
+    paths = [path for path in found if path not in outer and (path or len(found) == 1)]
+    listed = [f"{path}: {_wrong(found[path])}".removeprefix(": ") for path in paths[:_MAX_LISTED]]
+    if len(paths) > _MAX_LISTED:
+        listed.append(f"and {len(paths) - _MAX_LISTED} more")
+    line = ", ".join(listed)
     param = paths[0]
-    if not param and isinstance(body, dict):
+    if not param:
         first_word = line.split(" ", 1)[0]
         param = first_word if first_word in body else ""
     return ApiError(400, line, param=param or None)
@@ -123,16 +131,12 @@ def _path(error: dict[str, Any], body: Any) -> str:
     for i, part in enumerate(parts):
         is_missing = error["type"] == "missing" and i == len(parts) - 1
         if isinstance(value, dict) and isinstance(part, str) and (part in value or is_missing):
-            path += f".{part}" if _NAME.fullmatch(part) else f"[{json.dumps(part)}]"
+            path += f".{part}" if _NAME.fullmatch(part) else f"[{shown(part)}]"
             value = value.get(part)
         elif isinstance(value, list) and isinstance(part, int) and part < len(value):
             path += f"[{part}]"
             value = value[part]
     return path.removeprefix(".")
-
-
-def _is_inside(path: str, other: str) -> bool:
-    return not other or (path.startswith(other) and path[len(other)] in ".[")
 
 
 def _wrong(errors: Sequence[dict[str, Any]]) -> str:
@@ -155,11 +159,12 @@ def _wrong(errors: Sequence[dict[str, Any]]) -> str:
             others.append(error["msg"].removeprefix("Value error, "))
     if allowed:
         choices = " or ".join(dict.fromkeys(allowed))
-        others.insert(0, f"must be {choices}, got {_shown(errors[0]['input'])}")
+        others.insert(0, f"must be {choices}, got {shown(errors[0]['input'])}")
     return "; ".join(dict.fromkeys(others))
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value of the client's, in few words."""
     if isinstance(value, list | dict):
         return "a list" if isinstance(value, list) else "an object"
     if isinstance(value, int) and value.bit_length() > 128:

@@ -231,10 +231,11 @@ class CompletionRequest(_SamplingBody):
             chosen["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
         return self._params(**chosen)
 
-    def prompts(self) -> list[str | list[int]]:
+    def prompts(self) -> dict[str, str | list[int]]:
+        """By their places in the body."""
         if isinstance(self.prompt, str) or type(self.prompt[0]) is int:
-            return [self.prompt]
-        return self.prompt
+            return {"prompt": self.prompt}
+        return {f"prompt[{i}]": prompt for i, prompt in enumerate(self.prompt)}
 
 
 class _ChatBody(_Body):
