@@ -1,6 +1,7 @@
 """The library: LLM for scripts and notebooks, AsyncLLM for asyncio programs."""
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -44,13 +45,14 @@ class RequestErrors(ValueError):
 class LLM:
     """A model ready to generate, in this process and thread.
 
-    Keyword arguments are EngineConfig's fields. Installs no signal handlers and keeps no global
-    state: several may live in one process. `close()`, or leaving a `with` block, frees the device.
+    Keyword arguments are EngineConfig's fields. Installs no signal handlers. Several may live in
+    one process, where JAX's settings are common to all: the first one chooses
+    `compilation_cache_dir`. `close()`, or leaving a `with` block, frees the device.
 
     Raises ValueError or OSError, in one line, if the model cannot be served as asked.
     """
 
-    def __init__(self, model: str, **fields: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str], **fields: Any) -> None:
         self.engine = Engine(_one_engine(model, fields))
         self._lock = threading.Lock()
 
@@ -180,7 +182,7 @@ class LLM:
 class AsyncLLM:
     """A model ready to generate for asyncio callers; the engine runs in a thread of its own."""
 
-    def __init__(self, model: str, **fields: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str], **fields: Any) -> None:
         self._engine = AsyncEngine(Engine(_one_engine(model, fields)))
 
     @property
@@ -264,12 +266,13 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)
 
 
-def _one_engine(model: str, fields: Mapping[str, Any]) -> EngineConfig:
+def _one_engine(model: str | os.PathLike[str], fields: Mapping[str, Any]) -> EngineConfig:
     if "data_parallel_size" in fields:
         raise ValueError(
             "data_parallel_size is an option of `jaxserve serve` alone: this is one engine"
         )
-    return EngineConfig(model=model, **fields)
+    name = os.fspath(model) if isinstance(model, os.PathLike) else model
+    return EngineConfig(model=name, **fields)
 
 
 def _one_each[T](values: T | Sequence[T] | None, count: int, name: str, default: T) -> list[T]:

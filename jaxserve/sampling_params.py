@@ -75,6 +75,12 @@ class StructuredOutputsParams:
             value = getattr(self, name)
             _check(isinstance(value, bool | None), name, "true or false", value)
         if self.json is not None:
+            _check(
+                isinstance(self.json, str | Mapping),
+                "json",
+                "a JSON Schema as a mapping or its text (a pydantic model's model_json_schema())",
+                self.json,
+            )
             object.__setattr__(self, "json", _schema_text(self.json))
         if self.choice is not None:
             _check(

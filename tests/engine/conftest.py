@@ -59,12 +59,11 @@ def tiny_fields() -> dict[str, object]:
 def make_llm(tiny_folder: Path) -> Iterator[Callable[..., LLM]]:
     """Engines over the tiny model, one for each set of fields, kept for the session."""
     made: dict[str, LLM] = {}
-    folder = str(tiny_folder)
 
     def make(**fields: object) -> LLM:
         key = repr(sorted(fields.items()))
         if key not in made:
-            made[key] = LLM(folder, **(TINY_FIELDS | fields))
+            made[key] = LLM(tiny_folder, **(TINY_FIELDS | fields))
         return made[key]
 
     yield make

@@ -14,7 +14,7 @@ TIMEOUT_S = 60
 
 @pytest.fixture(scope="module")
 def async_llm(tiny_folder, tiny_fields):
-    llm = AsyncLLM(str(tiny_folder), **tiny_fields)
+    llm = AsyncLLM(tiny_folder, **tiny_fields)
     yield llm
     llm.close()
     llm.close()

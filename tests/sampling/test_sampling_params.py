@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from pydantic import BaseModel
 
 from jaxserve.sampling_params import MAX_GRAMMAR_BYTES, SamplingParams, StructuredOutputsParams
 
@@ -86,6 +87,15 @@ def test_greedy(temperature, greedy):
 def test_refused_structures(name, fields):
     with pytest.raises(ValueError, match=rf"^{name} (must|and|needs)"):
         StructuredOutputsParams(**fields)
+
+
+def test_a_pydantic_model_is_told_how_it_becomes_a_schema():
+    class City(BaseModel):
+        name: str
+
+    with pytest.raises(ValueError, match=r"^json must be .*model_json_schema\(\)\), got <class "):
+        StructuredOutputsParams(json=City)
+    assert '"name"' in StructuredOutputsParams(json=City.model_json_schema()).json
 
 
 def test_a_schema_is_kept_as_text_in_its_own_order():
