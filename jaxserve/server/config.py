@@ -80,10 +80,8 @@ class ServerConfig:
         check(all(self.served_model_name), "served_model_name", "names that are not empty")
         check(self.max_request_bytes >= 1, "max_request_bytes", "at least 1")
         check(self.max_num_queued_reqs >= 0, "max_num_queued_reqs", "at least 0")
-        for name, least in (("shutdown_timeout", "0"), ("engine_stall_timeout", "over 0")):
-            value = getattr(self, name)
-            fits = math.isfinite(value) and (value >= 0 if least == "0" else value > 0)
-            check(fits, name, "at least 0" if least == "0" else least)
+        check(0 <= self.shutdown_timeout < math.inf, "shutdown_timeout", "at least 0")
+        check(0 < self.engine_stall_timeout < math.inf, "engine_stall_timeout", "over 0")
         for name, names in (
             ("tool_call_parser", get_args(ToolCallParserName)),
             ("reasoning_parser", get_args(ReasoningParserName)),
