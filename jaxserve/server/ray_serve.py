@@ -170,6 +170,9 @@ class EngineReplica:
     async def abort(self, request_id: str) -> None:
         self._engine.abort(request_id)
 
+    async def abort_all(self) -> None:
+        self._engine.abort_all()
+
     async def generate(
         self, add: Add
     ) -> AsyncIterator[Queued | Refused | Deltas | EngineDeadError]:
@@ -205,6 +208,8 @@ class RayEngine(EngineClient):
 
     async def start(self) -> EngineInfo:
         info = await self._handle.info.remote()
+        # What routes that have died had asked for goes on, and nobody reads it.
+        await self._handle.abort_all.remote()
         self.stats = await self._handle.stats.remote()
         self._start_task(self._watch())
         return info

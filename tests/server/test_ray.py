@@ -11,6 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import httpx2
 import pytest
 
 pytest.importorskip("ray", reason="needs the ray extra: make ray")
@@ -187,6 +188,31 @@ def test_a_request_that_breaks_its_engine_breaks_no_other(server, wait_until):
     wait_until(lambda: server.http.get("/health").status_code == 200, START_S)
     after = [replica_and_engine(rank) for rank in range(3)]
     assert sum(old == new for old, new in zip(before, after, strict=True)) == 2
+
+
+def test_killed_routes_take_all_open_requests(server, open_stream, wait_until, wait_gone):
+    (routes,) = processes("ray::ServeReplica:jaxserve:routes")
+    engines = [replica_and_engine(rank) for rank in range(3)]
+    whole = {"prompt": "abc", "max_tokens": 400, "ignore_eos": True}
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        streams = [open_stream(pool, server, max_tokens=400) for _ in range(3)]
+        wait_until(lambda: all(stream.text for stream in streams))
+        waiting = pool.submit(server.post, "/v1/completions", **whole)
+        wait_until(lambda: server.http.get("/load").json() == {"server_load": 4})
+        os.kill(routes, signal.SIGKILL)
+        for stream in streams:
+            # Nothing that could be taken for the answer's end.
+            assert isinstance(stream.task.exception(60), httpx2.RemoteProtocolError)
+            assert 0 < len(stream.text) < 300
+        assert waiting.result(60).status_code == 500
+    # Ray Serve starts them again, and the engines go on.
+    wait_until(lambda: server.http.get("/health").status_code == 200, START_S)
+    wait_gone([routes])
+    assert [replica_and_engine(rank) for rank in range(3)] == engines
+    answer = server.post("/v1/completions", prompt="abc", max_tokens=8, ignore_eos=True)
+    assert answer.json()["choices"][0]["text"] == "abcabc"
+    # The engines have let go of what was open: it would have run for 20 s and more.
+    wait_until(lambda: sum(server.metric("num_requests_running", engine=r) for r in "012") == 0, 10)
 
 
 def test_its_end(server, open_stream, wait_until, wait_gone):
