@@ -1,108 +1,255 @@
-"""Host time of one decode step without the device: schedule, build the batch, update.
+"""Host time of decoding through the engine, with a stand-in for the device.
 
     python bench/host_time.py --output bench/results/host_time.json
 
-A step's host work must stay under 1 ms at 64 running requests, or the device waits for it.
+All of the engine runs but its programs: scheduling, packing, reading tokens, making text and
+outputs. Two runs for each number of running requests and of steps in a dispatch: over a device
+that needs no time, which leaves the host's; and over one that needs `--step-ms` for a step, during
+which the interpreter is free, which shows how long such a device waits for the host.
 """
 
 import argparse
+import itertools
+import json
 import os
 import random
 import statistics
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
 
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, pre_tokenizers
+from tokenizers.models import BPE
+
+from jaxserve import LLM, SamplingParams
 from jaxserve.bench.environment import describe, write_result
-from jaxserve.engine.batch_builder import BatchBuilder
-from jaxserve.engine.buckets import make_buckets, pick_bucket
+from jaxserve.bench.timing import FLAG_OVER, spread_of
+from jaxserve.engine.buckets import Bucket, make_buckets
 from jaxserve.engine.forward_batch import BatchLayout
-from jaxserve.engine.request_state import RequestState
-from jaxserve.outputs import RequestMetrics
-from jaxserve.sampling_params import SamplingParams
-from scheduler import Request, Scheduler, SchedulerConfig
+from jaxserve.engine.programs import Programs
+from jaxserve.engine.startup import EngineParts
+from jaxserve.engine.step import StepOutput
+from jaxserve.text.tokenizer import Tokenizer
+from scheduler import SchedulerConfig
+from sharding import make_mesh
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 8192
 PROMPT_LEN = 300
+VOCAB_SIZE = 256
+MAX_NUM_BATCHED_TOKENS = 2048
 
 
-def make_scheduler(num_requests: int) -> tuple[Scheduler, dict[str, RequestState]]:
+class Launch(NamedTuple):
+    at_s: float
+    num_rows: int
+    """Of the bucket."""
+    waited_s: float
+    """For the device, by then."""
+    idle_s: float
+    """How long the device had nothing to do before it."""
+
+
+class Device:
+    """Runs dispatches one after another, `step_s` a step, and samples noise."""
+
+    def __init__(self, step_s: float) -> None:
+        self.step_s = step_s
+        self.launches: list[Launch] = []
+        self.waited_s = 0.0
+        self._free_s = time.perf_counter()
+        self._tokens = np.random.default_rng(0).integers(32, 127, (16, 64, 4096), np.int32)
+
+    def program(self, bucket: Bucket, num_steps: int) -> Callable[..., Any]:
+        def launch(params, kv_caches, slots, packed, token_masks):
+            now = time.perf_counter()
+            idle_s = max(now - self._free_s, 0)
+            self.launches.append(Launch(now, bucket.num_rows, self.waited_s, idle_s))
+            self._free_s = max(now, self._free_s) + num_steps * self.step_s
+            noise = self._tokens[len(self.launches) % 16, :num_steps, : bucket.num_rows]
+            return kv_caches, slots, StepOutput(_Tokens(self, self._free_s, noise), None)
+
+        return launch
+
+
+class _Tokens:
+    """As much of a `jax.Array` as the engine uses."""
+
+    def __init__(self, device: Device, ready_s: float, values: np.ndarray) -> None:
+        self._device, self._ready_s, self._values = device, ready_s, values
+
+    def copy_to_host_async(self) -> None:
+        pass
+
+    def is_ready(self) -> bool:
+        return time.perf_counter() >= self._ready_s
+
+    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+        begin = time.perf_counter()
+        if self._ready_s > begin:
+            time.sleep(self._ready_s - begin)
+            self._device.waited_s += time.perf_counter() - begin
+        return self._values
+
+
+def make_tokenizer(folder: Path) -> Tokenizer:
+    """One token a byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    printable = [chr(i) if chr(i) in alphabet else None for i in range(VOCAB_SIZE)]
+    others = iter([char for char in alphabet if char not in printable])
+    vocab = {char or next(others): i for i, char in enumerate(printable)}
+    backend = Backend(BPE(vocab=vocab, merges=[]))
+    backend.decoder = decoders.ByteLevel()
+    backend.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return Tokenizer(folder)
+
+
+def make_llm(num_requests: int, num_steps: int, device: Device, tokenizer: Tokenizer) -> LLM:
+    max_blocks = MAX_MODEL_LEN // BLOCK_SIZE
     config = SchedulerConfig(
-        num_blocks=num_requests * 96 + MAX_MODEL_LEN // BLOCK_SIZE,  # none is preempted
+        num_blocks=num_requests * 200 + max_blocks,  # none is preempted
         block_size=BLOCK_SIZE,
         max_num_seqs=num_requests,
-        max_num_batched_tokens=2048,
+        max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
         max_model_len=MAX_MODEL_LEN,
     )
-    scheduler = Scheduler(config)
+    buckets = make_buckets(num_requests, config.max_num_batched_tokens)
+    replicated = NamedSharding(make_mesh(1), P())
+    programs = Programs(
+        steps={b: device.program(b, 1) for b in buckets},
+        decode_steps={b: device.program(b, num_steps) for b in buckets if num_steps > 1},
+        logprobs={},
+        layouts={b: BatchLayout(b, max_blocks, BLOCK_SIZE) for b in buckets},
+        load_slot=lambda slots, *rows: slots,
+        temp_bytes=0,
+    )
+    parts = EngineParts(
+        definition=SimpleNamespace(config=SimpleNamespace(vocab_size=VOCAB_SIZE)),
+        tokenizer=tokenizer,
+        eos_token_ids=frozenset({0}),
+        scheduler_config=config,
+        max_blocks=max_blocks,
+        buckets=buckets,
+        programs=programs,
+        steps_per_dispatch=num_steps,
+        no_masks=dict.fromkeys(buckets),
+        replicated=replicated,
+        host_input=replicated,
+        params=None,
+        kv_caches=(),
+        slots=None,
+        phases_s={},
+    )
+    with mock.patch("jaxserve.engine.engine.start", return_value=parts):
+        return LLM("a stand-in")
+
+
+def run(
+    num_requests: int, num_steps: int, num_dispatches: int, step_s: float, tokenizer: Tokenizer
+) -> dict[str, float]:
+    """Milliseconds of the dispatches in which all of the requests decode."""
+    device = Device(step_s)
     rng = random.Random(0)
-    states = {}
-    for i in range(num_requests):
-        prompt = [rng.randrange(50_000) for _ in range(PROMPT_LEN)]
-        request = Request(str(i), prompt, max_tokens=MAX_MODEL_LEN - PROMPT_LEN)
-        scheduler.add(request)
-        states[str(i)] = RequestState(
-            request=request,
-            parent_id=str(i),
-            index=0,
-            params=SamplingParams(max_tokens=None),
-            seed=i,
-            has_bias=False,
-            bad_word_token_ids=[],
-            metrics=RequestMetrics(arrival_s=0.0),
-            tokenizer=None,
-            detokenizer=None,
-            eos_token_ids=frozenset(),
-        )
-    return scheduler, states
+    prompts = [rng.choices(range(32, 127), k=PROMPT_LEN) for _ in range(num_requests)]
+    # While prompts are read, those that have been decode a step at a time.
+    num_prefills = num_requests * PROMPT_LEN // (MAX_NUM_BATCHED_TOKENS - num_requests) + 2
+    max_tokens = num_prefills + num_dispatches * num_steps
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=max_tokens)
+    with make_llm(num_requests, num_steps, device, tokenizer) as llm:
+        engine = llm.engine
+        calls = {
+            "schedule": _record(engine._scheduler, "schedule"),
+            "build": _record(engine._builder, "build"),
+            "update": _record(engine._scheduler, "update"),
+        }
+        llm.generate(prompts, params, use_tqdm=False)
+    chosen = [
+        i
+        for i, (output, _) in enumerate(calls["schedule"])
+        if output is not None
+        and (output.num_decode, output.num_steps) == (num_requests, num_steps)
+        and len(output.scheduled) == num_requests
+    ][1:]
+    launches = [device.launches[i] for i in chosen]
+    host = [
+        (b.at_s - a.at_s - (b.waited_s - a.waited_s)) * 1e3 for a, b in itertools.pairwise(launches)
+    ]
+    result = {
+        f"{name}_ms_p50": statistics.median(made[i][1] for i in chosen) * 1e3
+        for name, made in calls.items()
+    }
+    result |= {
+        "total_ms_p50": statistics.median(host),
+        "total_ms_p99": statistics.quantiles(host, n=100)[98],
+        "device_idle_ms_a_step": statistics.fmean(x.idle_s for x in launches) * 1e3 / num_steps,
+    }
+    return {name: round(value, 4) for name, value in result.items()}
 
 
-def run(num_requests: int, num_steps: int) -> dict[str, float]:
-    """Median and 99th percentile of the decode steps' parts, in milliseconds."""
-    scheduler, states = make_scheduler(num_requests)
-    buckets = make_buckets(num_requests, 2048)
-    layouts = {b: BatchLayout(b, MAX_MODEL_LEN // BLOCK_SIZE, BLOCK_SIZE) for b in buckets}
-    builder = BatchBuilder(num_requests, MAX_MODEL_LEN // BLOCK_SIZE)
-    rng = random.Random(1)
-    parts: dict[str, list[float]] = {"schedule": [], "build": [], "update": [], "total": []}
-    while len(parts["total"]) < num_steps:
+def _record(owner: Any, name: str) -> list[tuple[Any, float]]:
+    """What each call of this method will have returned, and how many seconds it will have taken."""
+    function = getattr(owner, name)
+    made = []
+
+    def call(*args: Any) -> Any:
         begin = time.perf_counter()
-        output = scheduler.schedule()
-        scheduled = time.perf_counter()
-        builder.build(output, states, layouts[pick_bucket(buckets, output.num_tokens)])
-        built = time.perf_counter()
-        token_ids = [rng.randrange(50_000) for _ in output.scheduled]
-        update = time.perf_counter()
-        scheduler.update(output, token_ids)
-        end = time.perf_counter()
-        if output.num_decode == num_requests:
-            times = (scheduled - begin, built - scheduled, end - update)
-            for name, seconds in zip(parts, (*times, sum(times)), strict=True):
-                parts[name].append(seconds * 1e3)
-    result = {}
-    for name, values in parts.items():
-        result[f"{name}_ms_p50"] = round(statistics.median(values), 4)
-        result[f"{name}_ms_p99"] = round(statistics.quantiles(values, n=100)[98], 4)
-    return result
+        result = function(*args)
+        made.append((result, time.perf_counter() - begin))
+        return result
+
+    setattr(owner, name, call)
+    return made
+
+
+def measure(
+    num_requests: int, num_steps: int, num_dispatches: int, step_s: float, tokenizer: Tokenizer
+) -> dict[str, Any]:
+    passes = []
+    for _ in range(2):
+        instant = run(num_requests, num_steps, num_dispatches, 0.0, tokenizer)
+        busy = run(num_requests, num_steps, num_dispatches, step_s, tokenizer)
+        del instant["idle_ms_mean"]
+        passes.append(
+            instant | {"device_idle_ms_a_step": round(busy["idle_ms_mean"] / num_steps, 4)}
+        )
+    spread = spread_of([p["total_ms_p50"] for p in passes])
+    return {
+        "num_running": num_requests,
+        "steps_in_dispatch": num_steps,
+        "passes": passes,
+        "spread": spread,
+        "flagged": spread > FLAG_OVER,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--num-requests", type=int, nargs="+", default=[1, 64, 256])
-    parser.add_argument("--num-steps", type=int, default=1000)
+    parser.add_argument("--num-requests", type=int, nargs="+", default=[64, 256, 512])
+    parser.add_argument("--steps-in-dispatch", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--num-dispatches", type=int, default=300)
+    parser.add_argument("--step-ms", type=float, default=2.0)
     parser.add_argument("--output", type=Path, default=Path("bench/results/host_time.json"))
     args = parser.parse_args()
-    result = describe(threads=os.cpu_count() or 1) | {"benchmark": "host_time", "running": {}}
+    result = describe(threads=os.cpu_count() or 1) | {"benchmark": "host_time"}
+    result |= {"step_ms": args.step_ms, "rows": []}
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = make_tokenizer(Path(folder))
     for num_requests in args.num_requests:
-        run(num_requests, 100)
-        passes = [run(num_requests, args.num_steps) for _ in range(2)]
-        medians = [p["total_ms_p50"] for p in passes]
-        spread = max(medians) / min(medians) - 1
-        result["running"][str(num_requests)] = {
-            "passes": passes,
-            "spread": round(spread, 3),
-            "flagged": spread > 0.15,
-        }
+        for num_steps in args.steps_in_dispatch:
+            row = measure(
+                num_requests, num_steps, args.num_dispatches, args.step_ms / 1e3, tokenizer
+            )
+            result["rows"].append(row)
     write_result(args.output, result)
 
 

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
@@ -85,9 +87,11 @@ class RequestOutput:
             self.num_cached_tokens = delta.num_cached_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class OutputDelta:
-    """What one step adds to one of a request's answers."""
+class OutputDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What one step adds to one of a request's answers.
+
+    A struct: each running request has one made in each step, and sent to the server's process.
+    """
 
     request_id: str
     index: int

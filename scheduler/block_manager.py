@@ -83,10 +83,11 @@ class BlockManager:
         """Registers the request's blocks that have become full, known and written."""
         if not self.enable_prefix_caching:
             return
-        num_written = min(request.num_computed_tokens, request.num_tokens)
-        num_full = num_written // self.block_size
-        if num_full == request.num_committed_blocks:
+        next_full = (request.num_committed_blocks + 1) * self.block_size
+        num_known = request.num_tokens
+        if num_known < next_full or request.num_computed_tokens < next_full:
             return
+        num_full = min(request.num_computed_tokens, num_known) // self.block_size
         self._extend_digests(request, num_full)
         for index in range(request.num_committed_blocks, num_full):
             block = request.block_ids[index]

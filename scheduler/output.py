@@ -2,13 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from scheduler.request import FinishReason
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRequest:
-    """The tokens of one request in one step, at positions start .. start + num_tokens - 1."""
+class ScheduledRequest(NamedTuple):
+    """The tokens of one request in one step, at positions start .. start + num_tokens - 1.
+
+    A tuple, since there is one for each running request in each step: it is made and turned into
+    columns in a fraction of the time that a dataclass takes.
+    """
 
     request_id: str
     slot: int
@@ -52,8 +56,7 @@ class SchedulerOutput:
     own."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """What one finished dispatch means for one request."""
 
     request_id: str

@@ -34,8 +34,8 @@ class Request:
     """Row of the per-request device state, -1 while not running."""
     num_computed_tokens: int = 0
     """Tokens whose K and V are written by the steps launched so far."""
-    num_in_flight_tokens: int = 0
-    """Sampled by launched steps, ids not yet reported through `update`."""
+    num_sampled_tokens: int = 0
+    """Output tokens that the steps launched so far sample, those in flight included."""
     num_cached_tokens: int = 0
     """Prompt tokens that the prefix cache supplied at the first admission."""
     num_preemptions: int = 0
@@ -54,6 +54,11 @@ class Request:
     def num_tokens(self) -> int:
         """Prompt and output tokens whose ids are known."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_in_flight_tokens(self) -> int:
+        """Sampled by launched steps, ids not yet reported through `update`."""
+        return self.num_sampled_tokens - len(self.output_token_ids)
 
     def token_slice(self, start: int, stop: int) -> list[int]:
         """Known ids at positions start .. stop - 1, without joining prompt and output."""

@@ -137,16 +137,17 @@ class Scheduler:
         Where all rows decode and nobody can be admitted, `num_steps` steps are planned at once,
         if there are blocks for all their tokens without preempting anybody.
         """
-        rows, requests, preempted = self._decode_rows()
-        num_decode = len(rows)
+        requests, preempted = self._decoding_requests()
+        num_decode = len(requests)
         chunks = self._plan_chunks(self.config.max_num_batched_tokens - num_decode, preempted)
+        if not requests and not chunks:
+            return None
+        if chunks or preempted or num_steps == 1 or not self._have_room(requests, num_steps):
+            num_steps = 1
+        rows = self._decode_rows(requests, num_steps)
         for chunk in chunks:
             rows.append(self._prefill_row(chunk))
             requests.append(chunk.request)
-        if not rows:
-            return None
-        if chunks or preempted or num_steps == 1 or not self._extend(rows, requests, num_steps):
-            num_steps = 1
         output = SchedulerOutput(
             step_id=self._num_steps,
             scheduled=tuple(rows),
@@ -159,46 +160,47 @@ class Scheduler:
         self._in_flight.append((output, requests))
         return output
 
-    def update(self, output: SchedulerOutput, token_ids: Sequence[int]) -> list[TokenEvent]:
+    def update(
+        self, output: SchedulerOutput, token_ids: Sequence[tuple[int, ...]]
+    ) -> list[TokenEvent]:
         """Takes in the tokens that the oldest step in flight sampled.
 
         Args:
             output: what `schedule` returned for that step.
-            token_ids: one for each of `output.scheduled`, step after step; ignored where `samples`
-                is False, for requests that have left since, and past a row's own `num_steps`.
+            token_ids: for each of `output.scheduled`, one a step; ignored where `samples` is
+                False, for requests that have left since, and past a row's own `num_steps`.
 
         Raises:
             ValueError: `output` is not the oldest step in flight, or `token_ids` does not fit it.
         """
         if not self._in_flight or self._in_flight[0][0].step_id != output.step_id:
             raise ValueError(f"step {output.step_id} is not the oldest step in flight")
-        num_rows = len(output.scheduled)
-        if len(token_ids) != output.num_steps * num_rows:
+        rows, num_steps = output.scheduled, output.num_steps
+        lengths = set(map(len, token_ids))
+        if len(token_ids) != len(rows) or lengths != {num_steps}:
             raise ValueError(
-                f"step {output.step_id} has {num_rows} rows in {output.num_steps} steps, got "
-                f"{len(token_ids)} token ids"
+                f"step {output.step_id} has {len(rows)} rows in {num_steps} steps, got token ids "
+                f"for {len(token_ids)} rows in {sorted(lengths)} steps"
             )
         events = []
         _, requests = self._in_flight.popleft()
-        for index, (row, request) in enumerate(zip(output.scheduled, requests, strict=True)):
+        for row, request, sampled in zip(rows, requests, token_ids, strict=True):
             if row.samples and request.finish_reason is None:
-                last = index + row.num_steps * num_rows
-                events.append(self._take(request, row.output_index, token_ids[index:last:num_rows]))
+                taken = sampled if row.num_steps == num_steps else sampled[: row.num_steps]
+                events.append(self._take(request, row.output_index, taken))
         return events
 
-    def _take(self, request: Request, output_index: int, token_ids: Sequence[int]) -> TokenEvent:
+    def _take(self, request: Request, output_index: int, taken: tuple[int, ...]) -> TokenEvent:
         """The next sampled tokens, from `output_index` on; the request may leave with one."""
         reason = stop_token_id = None
-        num_taken = len(token_ids)
-        for i, token_id in enumerate(token_ids if request.stop_token_ids else ()):
-            if token_id in request.stop_token_ids and output_index + i >= request.min_tokens:
-                reason, stop_token_id, num_taken = FinishReason.STOP, token_id, i + 1
-                break
-        if reason is None and output_index + num_taken == request.max_tokens:
+        if not request.stop_token_ids.isdisjoint(taken):
+            for i, token_id in enumerate(taken):
+                if token_id in request.stop_token_ids and output_index + i >= request.min_tokens:
+                    reason, stop_token_id, taken = FinishReason.STOP, token_id, taken[: i + 1]
+                    break
+        if reason is None and output_index + len(taken) == request.max_tokens:
             reason = FinishReason.LENGTH
-        taken = tuple(token_ids[:num_taken])
         request.output_token_ids += taken
-        request.num_in_flight_tokens -= num_taken
         if request.slot >= 0:
             self._blocks.commit(request)
         if reason is not None:
@@ -213,30 +215,50 @@ class Scheduler:
         assert sorted(slots + self._free_slots) == list(range(self.config.max_num_seqs))
         self._blocks.check(self._running)
 
-    def _decode_rows(self) -> tuple[list[ScheduledRequest], list[Request], list[str]]:
-        """One token of each decoding request, and the ids of those preempted for their blocks.
+    def _decoding_requests(self) -> tuple[list[Request], list[str]]:
+        """Those that decode, each with a block for its next token, and the ids of those preempted
+        for these blocks.
 
-        Blocks are taken in the policy's order and victims from its end, so that a victim has no
-        row yet in this step. A request that is last itself keeps its blocks and skips the step.
+        Blocks are taken in the policy's order and victims from its end, so that a victim is none
+        of them. A request that is last itself keeps its blocks and skips the step.
         """
-        rows: list[ScheduledRequest] = []
         requests: list[Request] = []
         preempted: list[str] = []
+        block_size = self.config.block_size
         for request in self._running:  # victims leave its end, behind the current one
-            if len(rows) == self.config.max_num_batched_tokens:
-                break
-            output_index = len(request.output_token_ids) + request.num_in_flight_tokens
-            if request.is_prefilling or output_index == request.max_tokens:
+            if request.is_prefilling or request.num_sampled_tokens == request.max_tokens:
                 continue
-            start = request.num_computed_tokens
-            new_block_ids: tuple[int, ...] = ()
-            if start == len(request.block_ids) * self.config.block_size:
+            if len(requests) == self.config.max_num_batched_tokens:
+                break
+            if request.num_computed_tokens == len(request.block_ids) * block_size:
                 if not self._make_room(request, preempted):
                     break
-                new_block_ids = (self._blocks.grow(request),)
-            request.num_computed_tokens = start + 1
-            request.num_in_flight_tokens += 1
+                self._blocks.grow(request)
             requests.append(request)
+        return requests, preempted
+
+    def _have_room(self, requests: list[Request], num_steps: int) -> bool:
+        """Whether these can decode for `num_steps` steps with the blocks that are free, and one of
+        them for more than one."""
+        if all(r.num_sampled_tokens + 1 == r.max_tokens for r in requests):
+            return False
+        num_blocks_for = self._blocks.num_blocks_for
+        num_missing = sum(
+            num_blocks_for(r.num_computed_tokens + num_steps) - len(r.block_ids) for r in requests
+        )
+        return num_missing <= self._blocks.pool.num_free
+
+    def _decode_rows(self, requests: list[Request], num_steps: int) -> list[ScheduledRequest]:
+        """Each request's next `num_steps` tokens, or as many as its max_tokens allows."""
+        rows = []
+        block_size = self.config.block_size
+        for request in requests:
+            start, output_index = request.num_computed_tokens, request.num_sampled_tokens
+            length = min(num_steps, request.max_tokens - output_index)
+            request.num_computed_tokens = start + length
+            request.num_sampled_tokens = output_index + length
+            while len(request.block_ids) * block_size < start + length:
+                self._blocks.grow(request)
             rows.append(
                 ScheduledRequest(
                     request_id=request.request_id,
@@ -244,46 +266,14 @@ class Scheduler:
                     start=start,
                     num_tokens=1,
                     token_ids=None,
-                    new_block_ids=new_block_ids,
+                    new_block_ids=request.block_ids[-(-start // block_size) :],
                     samples=True,
                     output_index=output_index,
                     admitted=False,
+                    num_steps=length,
                 )
             )
-        return rows, requests, preempted
-
-    def _extend(
-        self, rows: list[ScheduledRequest], requests: list[Request], num_steps: int
-    ) -> bool:
-        """Lets decode rows that are planned for one step run for `num_steps`, each as far as its
-        max_tokens; False, with nothing changed, if there are not blocks enough."""
-        lengths = [
-            min(num_steps, request.max_tokens - row.output_index)
-            for row, request in zip(rows, requests, strict=True)
-        ]
-        missing = [
-            self._blocks.num_blocks_for(row.start + length) - len(request.block_ids)
-            for row, request, length in zip(rows, requests, lengths, strict=True)
-        ]
-        if max(lengths) == 1 or sum(missing) > self._blocks.pool.num_free:
-            return False
-        for i, (row, request) in enumerate(zip(rows, requests, strict=True)):
-            more = tuple(self._blocks.grow(request) for _ in range(missing[i]))
-            request.num_computed_tokens += lengths[i] - 1
-            request.num_in_flight_tokens += lengths[i] - 1
-            rows[i] = ScheduledRequest(
-                request_id=row.request_id,
-                slot=row.slot,
-                start=row.start,
-                num_tokens=1,
-                token_ids=None,
-                new_block_ids=(*row.new_block_ids, *more),
-                samples=True,
-                output_index=row.output_index,
-                admitted=False,
-                num_steps=lengths[i],
-            )
-        return True
+        return rows
 
     def _make_room(self, request: Request, preempted: list[str]) -> bool:
         """Preempts from the end of the order until a block is free, or `request` is last: False."""
@@ -354,7 +344,7 @@ class Scheduler:
         output_index = len(request.output_token_ids)
         request.num_computed_tokens = end
         request.is_prefilling = not samples
-        request.num_in_flight_tokens += samples
+        request.num_sampled_tokens += samples
         self._blocks.commit(request)
         first_new_block = 0 if chunk.admitted else self._blocks.num_blocks_for(start)
         return ScheduledRequest(

@@ -193,7 +193,7 @@ def simulate(
         if in_flight:
             finished, end_s = in_flight.popleft()
             clock_s = max(clock_s, end_s)
-            sampled = [next(new_ids) for _ in finished.scheduled]
+            sampled = [(next(new_ids),) for _ in finished.scheduled]
             for event in scheduler.update(finished, sampled):
                 first_token_s.setdefault(event.request_id, clock_s)
                 if event.finish_reason is not None:

@@ -34,12 +34,17 @@ def offline_rows(result: dict) -> list[str]:
 def host_rows(result: dict) -> list[str]:
     where = result["hardware"]["cpu"]
     rows = []
-    for running, figures in result["running"].items():
-        flag = " (flagged: spread over 15%)" if figures["flagged"] else ""
-        times = " / ".join(f"{p['total_ms_p50']:.3f}" for p in figures["passes"])
+    for row in result["rows"]:
+        flag = " (flagged: spread over 15%)" if row["flagged"] else ""
+        times, waits = (
+            " / ".join(f"{p[key]:.3f}" for p in row["passes"])
+            for key in ("total_ms_p50", "device_idle_ms_a_step")
+        )
+        steps = row["steps_in_dispatch"]
         rows.append(
-            f"| host work of a decode step (schedule, build, update), {running} running | "
-            f"{times} ms{flag} | {where} |"
+            f"| the host's work for a dispatch, {row['num_running']} running, "
+            f"{steps} step{'s' if steps > 1 else ''} | {times} ms{flag}; a device of "
+            f"{result['step_ms']:g} ms a step waits {waits} ms a step | {where} |"
         )
     return rows
 

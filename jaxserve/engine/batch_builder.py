@@ -1,6 +1,6 @@
 """Turns a SchedulerOutput into the one packed host vector that a step reads."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from jaxserve.engine.forward_batch import (
     neutral_columns,
 )
 from jaxserve.engine.request_state import RequestState
-from scheduler import SchedulerOutput
+from scheduler import ScheduledRequest, SchedulerOutput
 
 
 def request_columns(state: RequestState) -> np.ndarray:
@@ -42,7 +42,8 @@ class BatchBuilder:
     def __init__(self, max_num_seqs: int, max_blocks: int) -> None:
         self._block_tables = np.zeros((max_num_seqs, max_blocks), np.int32)
         self._table_lens = [0] * max_num_seqs
-        self._columns = np.tile(neutral_columns(), (max_num_seqs, 1))
+        self._neutral = neutral_columns()[:, None]
+        self._columns = np.tile(self._neutral, max_num_seqs)
 
     def build(
         self,
@@ -56,41 +57,43 @@ class BatchBuilder:
         token_ids[: output.num_decode] = FROM_SLOT
         num_decode[0] = output.num_decode
 
-        tables, table_lens = self._block_tables, self._table_lens
-        varying = []
-        flat = 0
-        for row in output.scheduled:
-            slot = row.slot
-            if row.admitted:
-                table_lens[slot] = 0
-                self._columns[slot] = request_columns(states[row.request_id])
-            if row.new_block_ids:
-                start = table_lens[slot]
-                end = start + len(row.new_block_ids)
-                tables[slot, start:end] = row.new_block_ids
-                table_lens[slot] = end
-            num_tokens = row.num_tokens
-            varying.append(
-                (
-                    slot,
-                    row.samples,
-                    row.start + num_tokens,
-                    row.output_index,
-                    row.num_steps,
-                    num_tokens,
-                )
-            )
-            if row.token_ids is not None:
-                token_ids[flat : flat + num_tokens] = row.token_ids
-            flat += row.num_tokens
+        num_rows = len(output.scheduled)
+        by_field = ScheduledRequest(*zip(*output.scheduled, strict=True))  # each has all rows'
+        slots = np.array(by_field.slot, np.int32)
+        num_tokens = np.array(by_field.num_tokens, np.int32)
+        ends = np.cumsum(num_tokens)
 
-        num_rows = len(varying)
-        values = np.array(varying, np.int32).T
-        slots = values[0]
-        columns[:] = neutral_columns()[:, None]
-        columns[:, :num_rows] = self._columns[slots].T
-        columns[: Column.NUM_STEPS + 1, :num_rows] = values[:5]
-        np.cumsum(values[5], out=query_starts[1 : num_rows + 1])
-        query_starts[num_rows + 1 :] = flat
-        block_tables[:num_rows] = tables[slots]
+        for row, end in zip(
+            output.scheduled[output.num_decode :], ends[output.num_decode :], strict=True
+        ):
+            token_ids[end - row.num_tokens : end] = row.token_ids
+            if row.admitted:
+                self._table_lens[row.slot] = 0
+                self._columns[:, row.slot] = request_columns(states[row.request_id])
+        self._append_blocks(by_field.slot, by_field.new_block_ids)
+
+        columns[:] = self._neutral
+        columns[:, :num_rows] = self._columns[:, slots]
+        columns[Column.SLOT, :num_rows] = slots
+        columns[Column.SAMPLES, :num_rows] = by_field.samples
+        columns[Column.CONTEXT_LEN, :num_rows] = by_field.start + num_tokens
+        columns[Column.OUTPUT_INDEX, :num_rows] = by_field.output_index
+        columns[Column.NUM_STEPS, :num_rows] = by_field.num_steps
+        query_starts[1 : num_rows + 1] = ends
+        query_starts[num_rows + 1 :] = ends[-1]
+        longest = max(self._table_lens[slot] for slot in by_field.slot)
+        block_tables[:num_rows, :longest] = self._block_tables[slots, :longest]
         return packed
+
+    def _append_blocks(self, slots: Sequence[int], new_block_ids: Sequence[Sequence[int]]) -> None:
+        max_blocks = self._block_tables.shape[1]
+        places: list[int] = []
+        blocks: list[int] = []
+        for slot, block_ids in zip(slots, new_block_ids, strict=True):
+            if block_ids:
+                begin = self._table_lens[slot]
+                end = begin + len(block_ids)
+                places += range(slot * max_blocks + begin, slot * max_blocks + end)
+                blocks += block_ids
+                self._table_lens[slot] = end
+        self._block_tables.put(places, blocks)

@@ -7,7 +7,7 @@ thread of its own.
 import gc
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 
 import jax
 import numpy as np
@@ -20,7 +20,7 @@ from jaxserve.engine.in_flight import InFlight
 from jaxserve.engine.logprobs import launch_logprobs, tile_size
 from jaxserve.engine.preparer import RequestPreparer
 from jaxserve.engine.prompts import Prompt
-from jaxserve.engine.request_state import RequestState, Submission
+from jaxserve.engine.request_state import Feature, RequestState, Submission
 from jaxserve.engine.startup import EngineParts, start
 from jaxserve.engine.stats import EngineStats, StepStats
 from jaxserve.outputs import OutputDelta
@@ -64,7 +64,8 @@ class Engine:
         self._masks = GrammarMasks(self.model_config.vocab_size, self._parts.eos_token_ids)
         self._states: dict[str, RequestState] = {}
         self._children: dict[str, list[str]] = {}
-        self._num_single_step = 0
+        self._features: Counter[Feature] = Counter()
+        """How many unfinished sequences ask for each."""
         self._in_flight: deque[InFlight] = deque()
         self._num_steps = 0
         self._closed = False
@@ -156,7 +157,7 @@ class Engine:
         for state in submission.states:
             self._scheduler.add(state.request)
             self._states[state.request.request_id] = state
-            self._num_single_step += state.takes_single_steps
+            self._features.update(state.features)
         self._children[request_id] = [s.request.request_id for s in submission.states]
 
     def abort(self, request_id: str) -> list[OutputDelta]:
@@ -180,7 +181,7 @@ class Engine:
 
     def _forget(self, child_id: str) -> None:
         state = self._states.pop(child_id)
-        self._num_single_step -= state.takes_single_steps
+        self._features.subtract(state.features)
         children = self._children[state.parent_id]
         children.remove(child_id)
         if not children:
@@ -192,7 +193,7 @@ class Engine:
         self._scheduler = Scheduler(self.scheduler_config)
         self._states.clear()
         self._children.clear()
-        self._num_single_step = 0
+        self._features.clear()
         self._in_flight.clear()
         if any(array.is_deleted() for array in jax.tree.leaves((parts.kv_caches, parts.slots))):
             parts.make_state()
@@ -203,8 +204,9 @@ class Engine:
         """Launch the next step, then read the one before it; returns what that one has produced."""
         if self._closed:
             raise RuntimeError("the engine is closed")
-        num_running = self._scheduler.num_running
-        num_steps = 1 if self._num_single_step else self._parts.num_decode_steps(num_running)
+        num_steps = 1
+        if not (self._features[Feature.GRAMMAR] or self._features[Feature.LOGPROBS]):
+            num_steps = self._parts.num_decode_steps(self._scheduler.num_running)
         scheduled = self._scheduler.schedule(num_steps)
         if scheduled is not None:
             self._launch(scheduled)
@@ -215,7 +217,7 @@ class Engine:
     def _launch(self, scheduled: SchedulerOutput) -> None:
         parts = self._parts
         now = time.monotonic()
-        for row in scheduled.scheduled:
+        for row in scheduled.scheduled[scheduled.num_decode :]:
             if row.admitted:
                 state = self._states[row.request_id]
                 if state.metrics.first_scheduled_s is None:
@@ -226,25 +228,28 @@ class Engine:
         packed = self._builder.build(scheduled, self._states, parts.programs.layouts[bucket])
         packed = jax.device_put(packed, parts.host_input)
         previous = self._in_flight[-1] if self._in_flight else None
-        masks = self._masks.fill(scheduled, self._states, previous, bucket.num_rows)
         token_masks = parts.no_masks[bucket]
-        if masks is not None:
-            token_masks = jax.device_put(masks, parts.replicated)
+        if self._features[Feature.GRAMMAR]:
+            masks = self._masks.fill(scheduled, self._states, previous, bucket.num_rows)
+            if masks is not None:
+                token_masks = jax.device_put(masks, parts.replicated)
         programs = parts.programs
         steps = programs.steps if scheduled.num_steps == 1 else programs.decode_steps
         parts.kv_caches, parts.slots, output = steps[bucket](
             parts.params, parts.kv_caches, parts.slots, packed, token_masks
         )
         output.token_ids.copy_to_host_async()
-        logprobs = launch_logprobs(
-            programs.logprobs[bucket],
-            tile_size(programs.layouts[bucket]),
-            parts.params,
-            output,
-            scheduled,
-            self._states,
-            parts.replicated,
-        )
+        logprobs = None
+        if self._features[Feature.LOGPROBS] or self._features[Feature.PROMPT_LOGPROBS]:
+            logprobs = launch_logprobs(
+                programs.logprobs[bucket],
+                tile_size(programs.layouts[bucket]),
+                parts.params,
+                output,
+                scheduled,
+                self._states,
+                parts.replicated,
+            )
         launched = time.monotonic()
         if previous is not None:
             self._steps.observe_gap(scheduled, self._gap_between(previous, launched))
@@ -295,7 +300,7 @@ class Engine:
                     event.token_ids[0],
                     state.params.logprobs,
                 )
-            delta = state.advance(event, logprobs)
+            delta = state.advance(event, logprobs, in_flight.arrived_s)
             deltas.append(delta)
             if delta.finish_reason is not None:
                 self._scheduler.finish(event.request_id, FinishReason.STOP)

@@ -18,17 +18,18 @@ class InFlight:
     launched_s: float
     arrived_s: float | None = None
     """When its tokens were seen on the host."""
-    _token_ids: list[int] = field(default_factory=list)
+    _token_ids: list[tuple[int, ...]] = field(default_factory=list)
 
-    def token_ids(self) -> list[int]:
-        """One for each scheduled row, step after step; waits for the end."""
+    def token_ids(self) -> list[tuple[int, ...]]:
+        """For each scheduled row, one a step; waits for the end."""
         if self.arrived_s is None:
             sampled = np.asarray(self.output.token_ids)
-            self._token_ids = sampled[:, : len(self.scheduled.scheduled)].reshape(-1).tolist()
+            steps = sampled[:, : len(self.scheduled.scheduled)].tolist()
+            self._token_ids = list(zip(*steps, strict=True))
             self.arrived_s = time.monotonic()
         return self._token_ids
 
     def sampled(self) -> dict[str, int]:
         """The token of each request that a single step samples; waits as `token_ids` does."""
         rows = zip(self.scheduled.scheduled, self.token_ids(), strict=True)
-        return {row.request_id: token for row, token in rows if row.samples}
+        return {row.request_id: token for row, (token,) in rows if row.samples}

@@ -5,6 +5,7 @@ The scheduler's Request has only what it decides on; the rest lives here.
 
 import time
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 from llguidance import LLMatcher
 
@@ -14,6 +15,14 @@ from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.detokenizer import IncrementalDetokenizer
 from jaxserve.text.tokenizer import Tokenizer
 from scheduler import FinishReason, Request, TokenEvent
+
+
+class Feature(Enum):
+    """The first two need something done between any two tokens."""
+
+    GRAMMAR = auto()
+    LOGPROBS = auto()
+    PROMPT_LOGPROBS = auto()
 
 
 @dataclass(slots=True, eq=False)
@@ -44,24 +53,29 @@ class RequestState:
         return self.request.prompt_token_ids
 
     @property
-    def takes_single_steps(self) -> bool:
-        """Whether the host has something to do between any two of its tokens."""
-        return self.params.logprobs is not None or self.matcher is not None
+    def features(self) -> list[Feature]:
+        """What the host does for this request in some steps, and for most requests in none."""
+        asked = (
+            self.matcher is not None,
+            self.params.logprobs is not None,
+            self.params.prompt_logprobs is not None,
+        )
+        return [feature for feature, is_asked in zip(Feature, asked, strict=True) if is_asked]
 
-    def advance(self, event: TokenEvent, logprobs: dict[int, Logprob] | None) -> OutputDelta:
-        """Take the sampled tokens; the finish reason becomes "stop" if one ends a stop string, and
-        those after it are dropped."""
-        now = time.monotonic()
+    def advance(
+        self, event: TokenEvent, logprobs: dict[int, Logprob] | None, now: float
+    ) -> OutputDelta:
+        """Take the tokens that were on the host at `now`; the finish reason becomes "stop" if one
+        ends a stop string, and those after it are dropped."""
         if self.metrics.first_token_s is None:
             self.metrics.first_token_s = now
-        finish = event.finish_reason
+        _, token_ids, finish, stop_token_id = event
         stop_reason: int | str | None = None
-        if event.stop_token_id is not None and event.stop_token_id not in self.eos_token_ids:
-            stop_reason = event.stop_token_id
+        if stop_token_id is not None and stop_token_id not in self.eos_token_ids:
+            stop_reason = stop_token_id
         text = ""
-        token_ids = event.token_ids
         if self.detokenizer is not None:
-            hidden = event.stop_token_id is not None and not self.params.include_stop_str_in_output
+            hidden = stop_token_id is not None and not self.params.include_stop_str_in_output
             shown = token_ids[:-1] if hidden else token_ids
             num_before = self.detokenizer.num_tokens
             text = self.detokenizer.push(shown, finished=finish is not None)

@@ -1,5 +1,6 @@
 """From a configuration to everything a running engine holds, phase by phase."""
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -40,6 +41,8 @@ from sharding import make_mesh
 GPU_SCHEDULER_STEPS = 8
 MAX_DISPATCH_S = 0.02
 """Decode steps are put in one dispatch where they take no longer than this together."""
+TRIES = 3
+"""The fastest counts: a GPU that was idle has yet to raise its clock."""
 
 
 @dataclass
@@ -229,9 +232,12 @@ def start(config: EngineConfig) -> EngineParts:
             # Several steps at once hide the host where a step is short; where it is long, they
             # would only hold up whoever arrives.
             for bucket, step in list(programs.decode_steps.items()):
-                begin = time.perf_counter()
-                warm(step, bucket)
-                if time.perf_counter() - begin > MAX_DISPATCH_S:
+                fastest_s = math.inf
+                for _ in range(TRIES):
+                    begin = time.perf_counter()
+                    warm(step, bucket)
+                    fastest_s = min(fastest_s, time.perf_counter() - begin)
+                if fastest_s > MAX_DISPATCH_S:
                     del programs.decode_steps[bucket]
 
     return EngineParts(

@@ -43,12 +43,16 @@ class IncrementalDetokenizer:
 
         Tokens after the one that completes a stop string are ignored, as are later calls.
         """
+        skips_special = self._params.skip_special_tokens
+        if not self._params.stop:  # no token in particular ends the text
+            self.num_tokens += len(token_ids)
+            return self._read(self._tokenizer.joined_bytes(token_ids, skips_special), finished)
         pieces = []
         for token in token_ids:
             if self.stop_string is not None:
                 break
             self.num_tokens += 1
-            data = self._tokenizer.shown_bytes(token, self._params.skip_special_tokens)
+            data = self._tokenizer.shown_bytes(token, skips_special)
             pieces.append(self._release(self._read(data)))
         if finished and self.stop_string is None:
             pieces.append(self._release(self._read(b"", final=True)))

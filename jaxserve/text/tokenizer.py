@@ -124,7 +124,7 @@ class Tokenizer:
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence; bytes that are no UTF-8 become U+FFFD."""
-        data = b"".join(self.shown_bytes(token, skip_special_tokens) for token in token_ids)
+        data = self.joined_bytes(token_ids, skip_special_tokens)
         text = data.decode(errors="replace")
         return text[1:] if self.drops_first_space and text.startswith(" ") else text
 
@@ -133,6 +133,10 @@ class Tokenizer:
         if skip_special_tokens and token_id in self.special_token_ids:
             return b""
         return self._bytes[token_id]
+
+    def joined_bytes(self, token_ids: Iterable[int], skip_special_tokens: bool) -> bytes:
+        """What the tokens add to a text, one after another."""
+        return b"".join([self.shown_bytes(token, skip_special_tokens) for token in token_ids])
 
     def token_bytes(self, token_id: int) -> bytes:
         """What the token stands for, be it special or not."""

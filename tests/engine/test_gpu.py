@@ -69,7 +69,7 @@ def packed_steps() -> list[np.ndarray]:
     for _ in range(3):
         output = scheduler.schedule()
         packed.append(builder.build(output, states, LAYOUT))
-        scheduler.update(output, [7] * len(output.scheduled))
+        scheduler.update(output, [(7,)] * len(output.scheduled))
     return packed
 
 

@@ -30,7 +30,7 @@ def plan(output: SchedulerOutput | None) -> list[tuple[str, int, int]]:
 
 
 def update(scheduler: Scheduler, output: SchedulerOutput, token_id: int = 7) -> list[TokenEvent]:
-    return scheduler.update(output, [token_id] * len(output.scheduled))
+    return scheduler.update(output, [(token_id,)] * len(output.scheduled))
 
 
 def test_several_decode_steps_at_once() -> None:
@@ -46,7 +46,7 @@ def test_several_decode_steps_at_once() -> None:
     ]
     assert [len(row.new_block_ids) for row in second.scheduled] == [1, 1]
     update(scheduler, first)
-    events = scheduler.update(second, [10, 20, 11, 21, 12, 22, 13, 23])
+    events = scheduler.update(second, [(10, 11, 12, 13), (20, 21, 22, 23)])
     assert events == [
         TokenEvent("a", (10, 11, 12), FinishReason.LENGTH),
         TokenEvent("b", (20, 21, 22, 23), None),
@@ -60,7 +60,7 @@ def test_a_stop_token_ends_several_steps_early() -> None:
     scheduler = scheduler_with(make("a", 4, max_tokens=9, stop_token_ids=frozenset({5})))
     step(scheduler)
     output = scheduler.schedule(num_steps=4)
-    events = scheduler.update(output, [1, 5, 6, 5])
+    events = scheduler.update(output, [(1, 5, 6, 5)])
     assert events == [TokenEvent("a", (1, 5), FinishReason.STOP, 5)]
     assert not scheduler.has_unfinished
     assert scheduler.kv_usage == 0
@@ -206,7 +206,7 @@ def test_steps_are_updated_in_their_order_and_whole() -> None:
     first, second = scheduler.schedule(), scheduler.schedule()
     with pytest.raises(ValueError, match="step 1 is not the oldest step in flight"):
         update(scheduler, second)
-    with pytest.raises(ValueError, match="step 0 has 1 rows in 1 steps, got 0 token ids"):
+    with pytest.raises(ValueError, match=r"step 0 has 1 rows in 1 steps, got .* for 0 rows"):
         scheduler.update(first, [])
     update(scheduler, first)
     with pytest.raises(ValueError, match="step 0 is not"):
@@ -288,7 +288,7 @@ def test_a_preempted_request_can_end_without_running_again() -> None:
     while not (following := scheduler.schedule()).preempted:
         update(scheduler, output)
         output = following
-    events = scheduler.update(output, [7, 5])
+    events = scheduler.update(output, [(7,), (5,)])
     assert events[1] == TokenEvent("b", (5,), FinishReason.STOP, 5)
     assert (scheduler.num_waiting, scheduler.num_running) == (0, 1)
     assert second.slot == -1

@@ -83,17 +83,16 @@ class Device:
         table = self.tables[row.slot]
         return [state for block in table for state in self.blocks[block]][:num_tokens]
 
-    def run(self, output: SchedulerOutput, solos: list[Solo]) -> list[int]:
-        sampled = []
+    def run(self, output: SchedulerOutput, solos: list[Solo]) -> list[tuple[int, ...]]:
         for row, solo in zip(output.scheduled, solos, strict=True):
             if row.admitted:
                 self.tables[row.slot] = []
             self.tables[row.slot] += row.new_block_ids
             assert all(0 < block < len(self.blocks) for block in row.new_block_ids)
             assert self.read(row, row.start) == solo.kv[: row.start]
-        for step in range(output.num_steps):
-            sampled += self.run_step(step, list(zip(output.scheduled, solos, strict=True)))
-        return sampled
+        rows = list(zip(output.scheduled, solos, strict=True))
+        steps = [self.run_step(step, rows) for step in range(output.num_steps)]
+        return list(zip(*steps, strict=True))
 
     def run_step(self, step: int, rows: list[tuple[ScheduledRequest, Solo]]) -> list[int]:
         active = [(row, solo) for row, solo in rows if step < row.num_steps]
@@ -141,7 +140,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = Scheduler(self.config)
         self.device = Device(self.config)
         self.solos: dict[str, Solo] = {}
-        self.in_flight: deque[tuple[SchedulerOutput, list[Solo], list[int]]] = deque()
+        self.in_flight: deque[tuple[SchedulerOutput, list[Solo], list[tuple[int, ...]]]] = deque()
 
     @rule(drawn=st.lists(REQUESTS, min_size=1, max_size=4))
     def add(self, drawn) -> None:
