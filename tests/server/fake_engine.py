@@ -8,7 +8,7 @@ it can, and goes on at random where it cannot.
 
 import random
 import time
-from collections import deque
+from collections import Counter, deque
 from types import SimpleNamespace
 
 import numpy as np
@@ -54,7 +54,7 @@ class FakeEngine(Engine):
             policy=config.scheduling_policy,
         )
         self._parts = SimpleNamespace(free=lambda: None)
-        self._num_single_step = 0
+        self._features = Counter()
         vocab_size = self.tokenizer.vocab_size
         grammars = GrammarCompiler(self.tokenizer, vocab_size, compile_cpu_s=0.5)
         eos_token_ids = self.tokenizer.eos_token_ids
