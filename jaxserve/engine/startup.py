@@ -1,6 +1,5 @@
 """From a configuration to everything a running engine holds, phase by phase."""
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -219,26 +218,27 @@ def start(config: EngineConfig) -> EngineParts:
         host_input = input_sharding(mesh)
         no_masks = _make_no_masks(buckets, model_config.vocab_size, replicated)
 
-        def warm(step: Callable, bucket: Bucket) -> None:
+        def warm(step: Callable, bucket: Bucket) -> float:
+            """Seconds that the padding batch takes."""
             nonlocal kv_caches, slots
+            begin = time.perf_counter()
             packed = jax.device_put(padding_batch(layouts[bucket]), host_input)
             kv_caches, slots, output = step(params, kv_caches, slots, packed, no_masks[bucket])
             jax.block_until_ready(output)
+            return time.perf_counter() - begin
 
         for steps in (programs.steps, programs.decode_steps):
             for bucket, step in steps.items():
                 warm(step, bucket)
         if on_gpu and config.num_scheduler_steps is None:
             # Several steps at once hide the host where a step is short; where it is long, they
-            # would only hold up whoever arrives.
-            for bucket, step in list(programs.decode_steps.items()):
-                fastest_s = math.inf
-                for _ in range(TRIES):
-                    begin = time.perf_counter()
-                    warm(step, bucket)
-                    fastest_s = min(fastest_s, time.perf_counter() - begin)
-                if fastest_s > MAX_DISPATCH_S:
-                    del programs.decode_steps[bucket]
+            # would only hold up whoever arrives. The largest first: those below the first that is
+            # short enough are shorter.
+            for bucket in sorted(programs.decode_steps, key=lambda b: b.num_rows, reverse=True):
+                step = programs.decode_steps[bucket]
+                if min(warm(step, bucket) for _ in range(TRIES)) <= MAX_DISPATCH_S:
+                    break
+                del programs.decode_steps[bucket]
 
     return EngineParts(
         definition=definition,
