@@ -254,11 +254,15 @@ class Scheduler:
         block_size = self.config.block_size
         for request in requests:
             start, output_index = request.num_computed_tokens, request.num_sampled_tokens
-            length = min(num_steps, request.max_tokens - output_index)
-            request.num_computed_tokens = start + length
+            num_left = request.max_tokens - output_index
+            length = num_steps if num_steps < num_left else num_left
+            end = start + length
+            request.num_computed_tokens = end
             request.num_sampled_tokens = output_index + length
-            while len(request.block_ids) * block_size < start + length:
+            block_ids = request.block_ids
+            while len(block_ids) * block_size < end:
                 self._blocks.grow(request)
+            num_before = -(-start // block_size)
             rows.append(
                 ScheduledRequest(
                     request_id=request.request_id,
@@ -266,7 +270,7 @@ class Scheduler:
                     start=start,
                     num_tokens=1,
                     token_ids=None,
-                    new_block_ids=request.block_ids[-(-start // block_size) :],
+                    new_block_ids=block_ids[num_before:] if len(block_ids) > num_before else (),
                     samples=True,
                     output_index=output_index,
                     admitted=False,

@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
 
 STATS_INTERVAL_S = 0.25
+SWITCH_INTERVAL_S = 0.0005
+"""How long a thread that reads requests may keep the interpreter from the loop, whose every wait
+for the device ends with taking it back. Python's own 5 ms are several steps of a small model."""
 MAX_NUM_PREPARING = 1024
 """Requests whose grammars wait to be compiled; more are refused as the queue's are."""
 _RECEIVE_BYTES = 1 << 16
@@ -71,6 +74,7 @@ def main(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     if gpus is not None:
         _see_only(gpus)
     _Child(connection, max_num_queued_reqs).run(factory)
