@@ -38,7 +38,7 @@ from jaxserve.engine.programs import Programs
 from jaxserve.engine.startup import EngineParts
 from jaxserve.engine.step import StepOutput
 from jaxserve.text.tokenizer import Tokenizer
-from scheduler import SchedulerConfig
+from scheduler import SchedulerConfig, SchedulerOutput
 from sharding import make_mesh
 
 BLOCK_SIZE = 16
@@ -167,26 +167,27 @@ def run(
     params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=max_tokens)
     with make_llm(num_requests, num_steps, device, tokenizer) as llm:
         engine = llm.engine
-        calls = {
-            "schedule": _record(engine._scheduler, "schedule"),
-            "build": _record(engine._builder, "build"),
-            "update": _record(engine._scheduler, "update"),
+        of_decode: list[bool] = []
+
+        def look(output: SchedulerOutput | None) -> None:
+            if output is not None:
+                shape = output.num_decode, len(output.scheduled), output.num_steps
+                of_decode.append(shape == (num_requests, num_requests, num_steps))
+
+        seconds = {
+            "schedule": _time(engine._scheduler, "schedule", look),
+            "build": _time(engine._builder, "build"),
+            "update": _time(engine._scheduler, "update"),
         }
         llm.generate(prompts, params, use_tqdm=False)
-    chosen = [
-        i
-        for i, (output, _) in enumerate(calls["schedule"])
-        if output is not None
-        and (output.num_decode, output.num_steps) == (num_requests, num_steps)
-        and len(output.scheduled) == num_requests
-    ][1:]
+    chosen = [i for i, is_decode in enumerate(of_decode) if is_decode][1:]
     launches = [device.launches[i] for i in chosen]
     host = [
         (b.at_s - a.at_s - (b.waited_s - a.waited_s)) * 1e3 for a, b in itertools.pairwise(launches)
     ]
     result = {
-        f"{name}_ms_p50": statistics.median(made[i][1] for i in chosen) * 1e3
-        for name, made in calls.items()
+        f"{name}_ms_p50": statistics.median(of_part[i] for i in chosen) * 1e3
+        for name, of_part in seconds.items()
     }
     result |= {
         "total_ms_p50": statistics.median(host),
@@ -196,19 +197,20 @@ def run(
     return {name: round(value, 4) for name, value in result.items()}
 
 
-def _record(owner: Any, name: str) -> list[tuple[Any, float]]:
-    """What each call of this method will have returned, and how many seconds it will have taken."""
+def _time(owner: Any, name: str, look: Callable[[Any], None] = lambda result: None) -> list[float]:
+    """Seconds that each call of this method will have taken; `look` sees what it returns."""
     function = getattr(owner, name)
-    made = []
+    seconds = []
 
     def call(*args: Any) -> Any:
         begin = time.perf_counter()
         result = function(*args)
-        made.append((result, time.perf_counter() - begin))
+        seconds.append(time.perf_counter() - begin)
+        look(result)
         return result
 
     setattr(owner, name, call)
-    return made
+    return seconds
 
 
 def measure(
