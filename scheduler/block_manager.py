@@ -83,9 +83,8 @@ class BlockManager:
         """Registers the request's blocks that have become full, known and written."""
         if not self.enable_prefix_caching:
             return
-        next_full = (request.num_committed_blocks + 1) * self.block_size
         num_known = request.num_tokens
-        if num_known < next_full or request.num_computed_tokens < next_full:
+        if num_known < (request.num_committed_blocks + 1) * self.block_size:
             return
         num_full = min(request.num_computed_tokens, num_known) // self.block_size
         self._extend_digests(request, num_full)
