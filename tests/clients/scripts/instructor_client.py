@@ -3,10 +3,11 @@
 import instructor
 import openai
 from harness import MODEL, URL, run
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class Person(BaseModel):
+    model_config = ConfigDict(extra="forbid")  # a small model would add keys without end
     name: str = Field(max_length=30)
     age: int = Field(ge=0, le=150)
 
