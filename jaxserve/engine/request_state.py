@@ -85,12 +85,18 @@ class RequestState:
                 stop_reason = self.detokenizer.stop_string
         if finish is not None:
             self.metrics.finished_s = now
+        asked = self.params.prompt_logprobs is not None and self.index == 0
+        unscored = asked and self.num_prompt_logprobs == 0
+        if unscored:
+            # A prompt of one token: no step has had anything to score.
+            self.num_prompt_logprobs = 1
         return OutputDelta(
             request_id=self.parent_id,
             index=self.index,
             text=text,
             token_ids=token_ids,
             logprobs=() if logprobs is None else (logprobs,),
+            prompt_logprobs=(None,) if unscored else (),
             finish_reason=None if finish is None else finish.value,
             stop_reason=stop_reason,
             metrics=None if finish is None else self.metrics,

@@ -154,7 +154,7 @@ def test_long_prefills_by_mosaic(tmp_path):
     }
     (tmp_path / "config.json").write_text(json.dumps(shape))
     rng = random.Random(0)
-    prompts = [rng.choices(range(1000), k=length) for length in (1500, 3, 700, 900, 1)]
+    prompts = [rng.choices(range(1000), k=length) for length in (1500, 3, 700, 900, 2)]
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
 
     def logprobs(attention_impl: str) -> np.ndarray:

@@ -54,3 +54,10 @@ def test_prompt_logprobs_agree_with_output_logprobs(llm, prompts):
     for i, token in enumerate(generated.token_ids):
         again = second.prompt_logprobs[len(prompts[4]) + i][token]
         assert again.logprob == pytest.approx(generated.logprobs[i][token].logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("logprobs", [None, 0])
+def test_a_prompt_of_one_token_has_nothing_to_score(llm, logprobs):
+    params = SamplingParams(max_tokens=2, n=2, prompt_logprobs=0, logprobs=logprobs)
+    (output,) = llm.generate([[5]], params, use_tqdm=False)
+    assert output.prompt_logprobs == [None]
