@@ -108,11 +108,12 @@ def compare_table(result: dict) -> list[str]:
     floors = result.get("floors", {})
     gpus = result["hardware"]["gpus"]
     dtype = result["records"][0]["dtype"]
+    num_turns = len({record["turn"] for record in result["records"]})
     head = ["", *engines, "device's limit", *pairs]
     lines = [
         f"{result['model']}, {dtype}, {gpus[0] if gpus else result['hardware']['cpu']}, session "
-        f"{result['session']}; medians of the turns, `!` if any two passes were over 15% apart; "
-        "ratios over 1: the first is faster.",
+        f"{result['session']}; medians of {num_turns} turns, `!` if any two passes were over 15% "
+        "apart; ratios over 1: the first is faster.",
         "",
         f"| {' | '.join(head)} |",
         f"|{'---|' * len(head)}",
