@@ -2,11 +2,13 @@
 
 import copy
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 from urllib.parse import unquote
 
-from jaxserve.look_ahead import without_look_aheads
+from jaxserve.look_ahead import has_look_around, without_look_aheads
 
 MAX_BYTES = 1 << 17
 MAX_DEPTH = 64
@@ -52,6 +54,7 @@ _LLGUIDANCE_OPTIONS = "x-guidance"
 _LISTS_OR_ONE = (
     "additionalItems", "additionalProperties", "allOf", "anyOf", "items", "oneOf", "prefixItems",
 )  # fmt: skip
+_NO_LOOK_AROUND = "look-arounds are not supported there, only look-aheads in a value's own pattern"
 _NAMED = ("$defs", "definitions", "patternProperties", "properties")
 
 
@@ -66,10 +69,10 @@ def schema_text(schema: object) -> str:
         if len(text) > MAX_BYTES:
             raise ValueError(f"it must be of at most {MAX_BYTES} bytes, got {len(text)}")
         value = json.loads(text, object_pairs_hook=_members)
+        if not isinstance(value, dict):
+            raise ValueError(f"it must be an object, got {value!r:.80}")
     except RecursionError as error:
         raise ValueError(f"it must be of at most {MAX_DEPTH} levels") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"it must be an object, got {value!r:.80}")
     make_enforceable(value)
     return _dump(value)
 
@@ -93,27 +96,34 @@ def make_enforceable(schema: dict[str, Any]) -> None:
     """Have it say the same, in place, in keywords that llguidance enforces.
 
     ValueError if it is nested too deeply, for keywords that would be passed over in silence, and
-    for references that lead nowhere.
+    for references that lead nowhere, or to what cannot stay as it is.
     """
     check_depth(schema)
     parts = list(subschemas(schema))
     # In a part with a name of its own, references count from there.
     root = None if any("$id" in part for part in parts[1:]) else schema
-    room = MAX_BYTES
-    for part in reversed(parts):  # the inner ones first, as names are given copies of them
-        _drop_what_asks_for_nothing(part)
-        _write_out_look_aheads(part)
-        room -= _write_out_names(part, root, room)
-    parts = list(subschemas(schema))
+    targets: dict[str, Any] = {}
     for part in parts:
+        _drop_what_asks_for_nothing(part)
+    for part in parts:
+        _refuse_look_arounds_of_names(part)
+        if root is not None:
+            _check_reference(root, part, targets)
+    known: dict[str, _Names | None] = {}
+    names = [_names(part.pop("propertyNames", True), root, known) for part in parts]
+    room = MAX_BYTES
+    # The inner ones first, as names are given copies of them.
+    for part, allowed in zip(reversed(parts), reversed(names), strict=True):
+        _write_out_look_aheads(part)
+        if allowed is not None:
+            room -= _write_out_names(part, allowed, room)
+    are_names_written = any(allowed is not None for allowed in names)
+    for part in subschemas(schema):
         for keyword in part:
             if not (_is_note(keyword) or keyword in _ENFORCED):
                 raise ValueError(f"its keyword {keyword!r:.80} is not supported")
-    if root is None:
-        return
-    known: set[str] = set()
-    for part in parts:
-        _check_reference(schema, part, known)
+        if are_names_written and "$ref" in part:
+            _check_kept(schema, part["$ref"], targets)
 
 
 def _is_note(keyword: str) -> bool:
@@ -129,57 +139,92 @@ def _write_out_look_aheads(part: dict[str, Any]) -> None:
             part["allOf"] = [*others, *({"pattern": one} for one in looked)]
 
 
-def _write_out_names(part: dict[str, Any], root: dict[str, Any] | None, room: int) -> int:
+def _refuse_look_arounds_of_names(part: dict[str, Any]) -> None:
+    patterns = part.get("patternProperties")
+    for pattern in patterns if isinstance(patterns, dict) else ():
+        if has_look_around(pattern):
+            raise ValueError(f"its patternProperties have {pattern!r:.80}: {_NO_LOOK_AROUND}")
+
+
+@dataclass(frozen=True)
+class _Names:
+    """What `propertyNames` allows: what matches the pattern, or, if that is None, the texts."""
+
+    pattern: str | None
+    texts: dict[str, None]
+    num_bytes: int
+    """Of the pattern or the texts."""
+
+
+def _write_out_names(part: dict[str, Any], names: _Names, room: int) -> int:
     """Say `propertyNames` in other keywords: all the names or a pattern of them, and no others.
 
-    Returns how many bytes this adds, about. References lead into `root`; None: not followed.
-    ValueError for what cannot be said so, in `room` bytes.
+    Returns how many bytes these take, about. ValueError for what cannot be said so, in `room`
+    bytes.
     """
-    keyword, names = _names(part.pop("propertyNames", True), root)
-    if keyword is None:
-        return 0
     known, others = part.get("properties", {}), part.get("additionalProperties", True)
     if "patternProperties" in part or not isinstance(known, dict):
         raise ValueError("its propertyNames cannot be enforced beside patternProperties")
-    part["additionalProperties"] = False
-    if keyword == "pattern":
-        if known:
-            raise ValueError("its propertyNames with pattern cannot be enforced beside properties")
-        part["patternProperties"] = {names: others}
-        return 0
-    texts = dict.fromkeys(name for name in names if isinstance(name, str))
-    listed = [name for name in known if name in texts]
-    num_bytes = len(texts) * len(_dump(others))
+    num_bytes = names.num_bytes + len(names.texts) * len(_dump(others))
     if num_bytes > room:
         raise ValueError("its propertyNames has too many names for values of such a schema")
+    part["additionalProperties"] = False
+    if names.pattern is not None:
+        if known:
+            raise ValueError("its propertyNames with pattern cannot be enforced beside properties")
+        part["patternProperties"] = {names.pattern: others}
+        return num_bytes
+    listed = [name for name in known if name in names.texts]
     part["properties"] = {
-        name: known[name] if name in known else copy.deepcopy(others) for name in [*listed, *texts]
+        name: known[name] if name in known else copy.deepcopy(others)
+        for name in [*listed, *names.texts]
     }
     return num_bytes
 
 
-def _names(names: object, root: dict[str, Any] | None) -> tuple[str | None, Any]:
-    """The keyword, enum or pattern, that says all about names, and its value; None: any name."""
-    asked = _asked_of_names(names)
-    seen: set[str] = set()
-    while root is not None and asked.keys() == {"$ref"} and is_local(where := asked["$ref"]):
-        if where in seen:
+def _names(
+    names: object, root: dict[str, Any] | None, known: dict[str, _Names | None]
+) -> _Names | None:
+    """None: any name. References lead into `root`, if it is not None; `known` has what those
+    followed before allow."""
+    chain: dict[str, None] = {}
+    while True:
+        asked = _asked_of_names(names)
+        if root is None or asked.keys() != {"$ref"} or not is_local(where := asked["$ref"]):
+            allowed = _allowed_names(asked)
             break
-        seen.add(where)
-        asked = _asked_of_names(_find(root, where))
+        if where in known:
+            allowed = known[where]
+            break
+        if where in chain:
+            raise ValueError(f"its reference {where!r:.80} leads to itself")
+        chain[where] = None
+        names = _find(root, where)
+    known.update(dict.fromkeys(chain, allowed))
+    return allowed
+
+
+def _allowed_names(asked: dict[str, Any]) -> _Names | None:
     if not asked:
-        return None, None
+        return None
     match asked:
         case {"const": text, **others} if not others:
-            return "enum", [text]
+            return _listed_names([text])
         case {"enum": list(texts), **others} if not others:
-            return "enum", texts
+            return _listed_names(texts)
         case {"pattern": str(pattern), **others} if not others:
-            return "pattern", pattern
+            if has_look_around(pattern):
+                raise ValueError(f"its propertyNames has {pattern!r:.80}: {_NO_LOOK_AROUND}")
+            return _Names(pattern, {}, len(pattern))
     raise ValueError(
         "its propertyNames can be enforced with enum, const or pattern alone, "
         f"got {' and '.join(asked):.80}"
     )
+
+
+def _listed_names(values: list[Any]) -> _Names:
+    texts = dict.fromkeys(value for value in values if isinstance(value, str))
+    return _Names(None, texts, sum(map(len, texts)))
 
 
 def _asked_of_names(names: object) -> dict[str, Any]:
@@ -210,19 +255,28 @@ def is_local(reference: object) -> TypeGuard[str]:
     return isinstance(reference, str) and (reference == "#" or reference.startswith("#/"))
 
 
-def _check_reference(schema: dict[str, Any], part: Any, known: set[str]) -> None:
-    """`known` has those that lead to a schema. llguidance refuses all that lead out of this one."""
+def _check_reference(schema: dict[str, Any], part: Any, targets: dict[str, Any]) -> None:
+    """`targets` has what those that are checked lead to. llguidance refuses what leads nowhere out
+    of this schema."""
     seen: set[str] = set()
     while isinstance(part, dict) and is_local(reference := part.get("$ref")):
-        if reference in known:
-            break
         if reference in seen:
             raise ValueError(f"its reference {reference!r:.80} leads to itself")
-        seen.add(reference)
+        if reference in targets:
+            break
         part = _find(schema, reference)
         if not isinstance(part, dict | bool):
             raise ValueError(f"its reference {reference!r:.80} leads to no schema")
-    known |= seen
+        seen.add(reference)
+        targets[reference] = part
+
+
+def _check_kept(schema: dict[str, Any], reference: object, targets: dict[str, Any]) -> None:
+    """ValueError if it may lead to another schema now than it did, as `targets` has it."""
+    if not (is_local(reference) and reference in targets):
+        raise ValueError(f"its propertyNames cannot be enforced beside a $ref to {reference!r:.80}")
+    if _find(schema, reference) is not targets[reference]:
+        raise ValueError(f"its reference {reference!r:.80} leads to what propertyNames changes")
 
 
 def _find(schema: Any, reference: str) -> Any:
@@ -245,8 +299,7 @@ def _dump(schema: object) -> str:
 def _members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     members = dict(pairs)
     if len(members) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
         raise ValueError(f"an object has the key {twice!r:.80} more than once")
     return members
 

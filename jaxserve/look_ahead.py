@@ -6,20 +6,18 @@ from collections.abc import Sequence
 MAX_RUN = 32
 """Characters in a negative look-ahead."""
 
-_PIECE = re.compile(
-    r"\\(?:u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.)"  # an escape
-    r"|\[\^?(?:\\.|[^\]\[\\])+\]"  # a class of characters
-    r"|\(\?(?:<?[=!]|:)"  # the beginning of a group
-    r"|.",
-    re.DOTALL,
-)
+_CODE = r"u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}"
+_CLASS = r"\[\^?(?:\\.|[^\]\[\\])+\]"
+_PIECE = re.compile(rf"\\(?:{_CODE}|.)|{_CLASS}|\(\?(?:<?[=!]|:)|.", re.DOTALL)
+"""An escape, a class of characters, the beginning of a group, or a character."""
 _ONE_CHARACTER = re.compile(
-    r"\\(?:u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|[dDsSwWnrtfv]|[^a-zA-Z0-9])"
-    r"|\[\^?(?:\\.|[^\]\[\\])+\]"
-    r"|[^\\^$.|?*+()\[\]{}]",
-    re.DOTALL,
+    rf"\\(?:{_CODE}|[dDsSwWnrtfv]|[^a-zA-Z0-9])|{_CLASS}|[^\\^$.|?*+()\[\]{{}}]", re.DOTALL
 )
 _LOOKS = ("(?=", "(?!", "(?<=", "(?<!")
+
+
+def has_look_around(pattern: str) -> bool:
+    return any(piece in _LOOKS for piece in _PIECE.findall(pattern))
 
 
 def without_look_aheads(pattern: str) -> list[str]:
@@ -29,11 +27,10 @@ def without_look_aheads(pattern: str) -> list[str]:
     of `(?=...)` next, and of `(?!...)` and `(?!.*...)` with a run of single characters in it, after
     `.*` of equal ones; `.*` then reaches over line ends too. ValueError for other look-arounds.
     """
-    pieces = _PIECE.findall(pattern)
-    if not any(piece in _LOOKS for piece in pieces):
+    if not has_look_around(pattern):
         return [pattern]
     try:
-        return _split(pieces)
+        return _split(_PIECE.findall(pattern))
     except ValueError as error:
         raise ValueError(
             f"its pattern {pattern!r:.80} has a look-around that is not supported: {error}"

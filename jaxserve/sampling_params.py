@@ -62,7 +62,8 @@ class StructuredOutputsParams:
     """With these alone: the whitespace that there may be outside strings, as a regular expression;
     None: a space, or a line end and up to 20 spaces."""
     after: str | None = None
-    """With these alone: what ends a text of any kind that comes first."""
+    """With these alone: the JSON comes after this text, and before it any text may stand, such as
+    a model's reasoning (which this ends). None: the answer is JSON from its beginning."""
 
     def __post_init__(self) -> None:
         chosen = [name for name in _CONSTRAINTS if getattr(self, name) not in (None, False)]

@@ -134,21 +134,7 @@ class Service:
     async def complete(self, body: CompletionRequest, http: Request, id_: str) -> Response:
         arrival_s = time.monotonic()
         self._check_model(body.model)
-        params = _params(body)
-        inputs = body.prompts()
-        if len(inputs) * params.n > MAX_SEQUENCES:
-            raise ApiError(
-                400,
-                f"the number of prompts times n must be at most {MAX_SEQUENCES}, "
-                f"got {len(inputs)} times {params.n}",
-                param="n",
-            )
-        prompts = await _in_thread(
-            lambda: [
-                self._encode_prompt(place, prompt, body.add_special_tokens)
-                for place, prompt in inputs.items()
-            ]
-        )
+        prompts, params = await _in_thread(self._prepare_completion, body)
         ids = [id_] if len(prompts) == 1 else [f"{id_}-{i}" for i in range(len(prompts))]
         batch = Batch(ids, prompts, params)
         shaper = CompletionShaper(body, batch, self._head(id_), self._tokenizer)
@@ -164,8 +150,7 @@ class Service:
                 "be set",
                 param="tool_choice",
             )
-        params = _params(body)
-        prompt, params, new_answer = await _in_thread(self._prepare_chat, body, params)
+        prompt, params, new_answer = await _in_thread(self._prepare_chat, body)
         batch = Batch([id_], [prompt], params)
         shaper = ChatShaper(body, batch, self._head(id_), self._tokenizer, new_answer)
         return await self._answer(body, http, shaper, arrival_s)
@@ -239,9 +224,28 @@ class Service:
         self._check_ids(place, ids)
         return EncodedPrompt(ids, text)
 
+    def _prepare_completion(
+        self, body: CompletionRequest
+    ) -> tuple[list[EncodedPrompt], SamplingParams]:
+        params = _params(body)
+        inputs = body.prompts()
+        if len(inputs) * params.n > MAX_SEQUENCES:
+            raise ApiError(
+                400,
+                f"the number of prompts times n must be at most {MAX_SEQUENCES}, "
+                f"got {len(inputs)} times {params.n}",
+                param="n",
+            )
+        prompts = [
+            self._encode_prompt(place, prompt, body.add_special_tokens)
+            for place, prompt in inputs.items()
+        ]
+        return prompts, params
+
     def _prepare_chat(
-        self, body: ChatCompletionRequest, params: SamplingParams
+        self, body: ChatCompletionRequest
     ) -> tuple[EncodedPrompt, SamplingParams, Callable[[], Answer]]:
+        params = _params(body)
         prompt = self._encode_chat(body)
         self._check_len(len(prompt.token_ids))
         return prompt, *self._format.prepare(body, params, prompt.text)

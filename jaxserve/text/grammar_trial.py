@@ -20,6 +20,7 @@ TIME_LIMIT = signal.SIGPROF
 _MEMORY_BYTES = 4 << 30
 _STACK_BYTES = 1 << 20
 """Less than any thread's, so that what fits here fits anywhere."""
+_NO_LOOK_AROUND = "error: look-around, including look-ahead and look-behind, is not supported"
 _MAX_LEXER_STATES = 50_000
 """Of all matchers of a grammar together."""
 
@@ -112,6 +113,8 @@ def _second_step_error(matcher: LLMatcher, mask: bytes) -> str:
 
 def one_line(error: str) -> str:
     """llguidance's words, without its own names of things."""
+    if _NO_LOOK_AROUND in error:
+        return "look-arounds are not supported, only look-aheads in a pattern of the field json"
     for inner in ("<non-verbose/>", "json-schema:///"):
         error = error.replace(inner, "")
     text = " ".join(error.split())

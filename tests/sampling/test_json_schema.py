@@ -1,6 +1,7 @@
 """JSON Schemas that are refused for what no grammar would hold an answer to."""
 
 import json
+import sys
 
 import pytest
 
@@ -134,7 +135,7 @@ def test_what_is_said_in_other_words(asks, says):
         ({"propertyNames": {"type": "integer"}}, "alone, got type"),
         ({"propertyNames": {"enum": "a"}}, "alone, got enum"),
         ({"propertyNames": {"$ref": "#/$defs/a", "$defs": {"a": {"not": {}}}}}, "must be a schema"),
-        ({"propertyNames": {"$ref": "#/propertyNames"}}, r"must be a schema, got None"),
+        ({"propertyNames": {"$ref": "#/propertyNames"}}, "'#/propertyNames' leads to itself"),
         ({"propertyNames": {"$ref": "http://127.0.0.1/"}}, r"alone, got \$ref"),
         ({"propertyNames": 1}, "its propertyNames must be a schema, got 1"),
         (
@@ -151,6 +152,15 @@ def test_what_is_said_in_other_words(asks, says):
                 "additionalProperties": {"enum": [f"value {i}" for i in range(900)]},
             },
             "too many names for values of such a schema",
+        ),
+        ({"propertyNames": {"pattern": "^(?=a)b"}}, "propertyNames has .*look-arounds are not"),
+        (
+            {"propertyNames": {"$ref": "#/$defs/a"}, "$defs": {"a": {"pattern": "^(?!a)b"}}},
+            "propertyNames has .*look-arounds are not",
+        ),
+        (
+            {"items": {"patternProperties": {"a": {}, "(?<=b)a": {}}}},
+            "patternProperties have .*<=b",
         ),
         ({"items": {"pattern": "a(?!b)"}}, "its pattern .* has a look-around that is not"),
         ({"format": [1], "pattern": "a", "uniqueItems": True}, "'uniqueItems' is not supported"),
@@ -169,6 +179,72 @@ def test_copies_for_names_are_bounded_in_all():
     assert StructuredOutputsParams(json={"properties": {"a": part}}).json.count("x" * 1000) == 80
     with pytest.raises(ValueError, match="too many names"):
         StructuredOutputsParams(json={"properties": {"a": part, "b": part}})
+
+
+@pytest.mark.parametrize("names", [{"enum": ["n" * 2000]}, {"pattern": "n" * 2000}])
+def test_names_are_bounded_in_all(names):
+    """A name said once may stand for many."""
+    for num_parts in (60, 70):
+        parts = [{"propertyNames": {"$ref": "#/$defs/a"}}] * num_parts
+        schema = {"anyOf": parts, "$defs": {"a": names}}
+        if num_parts == 60:
+            assert StructuredOutputsParams(json=schema).json.count("n" * 2000) == 61
+        else:
+            with pytest.raises(ValueError, match="too many names"):
+                StructuredOutputsParams(json=schema)
+
+
+RECORD = {"propertyNames": {"enum": ["b", "a"]}, "additionalProperties": {"items": PLAIN}}
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [
+        "#/properties/p/additionalProperties",
+        "#/properties/p/additionalProperties/items",
+        "#/properties/p/properties/z",
+        "#/properties/p/properties",
+        "#/properties/p/properties/z/items/0",
+    ],
+)
+@pytest.mark.parametrize("is_before", [True, False])
+@pytest.mark.parametrize("use", [lambda it: it, lambda it: {"propertyNames": it}])
+def test_references_to_what_names_change(reference, is_before, use):
+    """The names of a record are read as they were before any other was written out."""
+    known = {"z": {"items": [{"enum": ["x"]}]}, "a": {"enum": ["y"]}}
+    record = {**RECORD, "properties": known}
+    user = use({"$ref": reference})
+    members = {"q": user, "p": record} if is_before else {"p": record, "q": user}
+    if "propertyNames" in user and reference.endswith("items/0"):
+        found = json.loads(StructuredOutputsParams(json={"properties": members}).json)
+        assert found["properties"]["q"]["properties"] == {"x": True}
+    else:
+        message = "leads to what propertyNames changes|enum, const or pattern alone"
+        with pytest.raises(ValueError, match=message):
+            StructuredOutputsParams(json={"properties": members})
+
+
+def test_references_to_what_names_keep():
+    known = {"z": {}, "a": {"type": "null"}}
+    kept = {"q": {"$ref": "#/properties/p/properties/a"}, "r": {"$ref": "#/properties/p"}}
+    schema = {"properties": {**kept, "p": {**RECORD, "properties": known}}}
+    found = json.loads(StructuredOutputsParams(json=schema).json)["properties"]
+    assert found["q"] == kept["q"]
+    assert found["p"]["properties"] == {"a": {"type": "null"}, "b": {"items": PLAIN}}
+
+
+@pytest.mark.parametrize(
+    ("name", "reference"),
+    [
+        ({"$id": "https://example.org/it"}, "https://example.org/it#/additionalProperties"),
+        ({"$defs": {"a": {"$id": "a"}}}, "#/additionalProperties"),
+        ({"$defs": {"a": {"$anchor": "a"}}}, "#a"),
+    ],
+)
+def test_references_beside_names_that_are_not_followed(name, reference):
+    schema = {**RECORD, **name, "items": {"$ref": reference}}
+    with pytest.raises(ValueError, match=r"its propertyNames cannot be enforced beside a \$ref to"):
+        StructuredOutputsParams(json=schema)
 
 
 def test_too_many_levels():
@@ -221,3 +297,36 @@ def test_long_chains_of_references_take_no_time():
     """Were each followed to its end, this would take minutes."""
     links = {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(3000)}
     assert StructuredOutputsParams(json={"$defs": {**links, "3000": {}}}).json is not None
+
+
+def calls_of(schema):
+    count = 0
+
+    def see(frame, event, argument):
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(see)
+    try:
+        StructuredOutputsParams(json=schema)
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_names_of_long_chains_of_references_take_no_time():
+    """Twice the schema is about twice the work."""
+
+    def schema(size):
+        links = {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(size)}
+        parts = [{"propertyNames": {"$ref": "#/$defs/0"}}] * size
+        return {"anyOf": parts, "$defs": {**links, str(size): {"const": "a"}}}
+
+    assert calls_of(schema(600)) < 2.5 * calls_of(schema(300))
+
+
+def test_a_key_given_twice_after_many_is_found_at_once():
+    """Were the keys compared with one another, this would take ten seconds."""
+    keys = ",".join(f'"{i}":1' for i in range(13_000))
+    with pytest.raises(ValueError, match="the key 'twice' more than once"):
+        StructuredOutputsParams(json=f'{{{keys},"twice":1,"twice":2}}')

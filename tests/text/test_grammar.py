@@ -253,6 +253,8 @@ NESTED_RULES = "start: r0\n" + "".join(f"r{i}: /a/ r{i + 1} | r{i + 1}\n" for i 
         ({"regex": "(a"}, "the regular expression cannot be used: .*unclosed group"),
         ({"regex": r"(a)\1"}, "backreferences are not supported"),
         ({"regex": "(" * 60_000 + ")" * 60_000}, "the regular expression cannot be used"),
+        ({"regex": "^(?!a)b"}, "cannot be used: look-arounds are not supported, only look-aheads"),
+        ({"grammar": 'start: %json {"pattern": "^(?=a)b"}'}, "used: look-arounds are not supp"),
         ({"regex": r"[^\s\S]"}, "no text satisfies it"),
         ({"grammar": "start: start"}, "the grammar cannot be used: no text satisfies it"),
         ({"grammar": 'root ::= "a"'}, "the grammar cannot be used: .*Expected"),
