@@ -110,10 +110,11 @@ def make_enforceable(schema: dict[str, Any]) -> None:
         if root is not None:
             _check_reference(root, part, targets)
     known: dict[str, _Names | None] = {}
-    names = [_names(part.pop("propertyNames", True), root, known) for part in parts]
+    names = [_names(part.get("propertyNames", True), root, known) for part in parts]
     room = MAX_BYTES
     # The inner ones first, as names are given copies of them.
     for part, allowed in zip(reversed(parts), reversed(names), strict=True):
+        part.pop("propertyNames", None)
         _write_out_look_aheads(part)
         if allowed is not None:
             room -= _write_out_names(part, allowed, room)
@@ -122,8 +123,16 @@ def make_enforceable(schema: dict[str, Any]) -> None:
         for keyword in part:
             if not (_is_note(keyword) or keyword in _ENFORCED):
                 raise ValueError(f"its keyword {keyword!r:.80} is not supported")
-        if are_names_written and "$ref" in part:
-            _check_kept(schema, part["$ref"], targets)
+        reference = part.get("$ref")
+        if root is not None and is_local(reference):
+            if _find(root, reference) is not targets[reference]:
+                raise ValueError(
+                    f"its reference {reference!r:.80} leads to what propertyNames changes"
+                )
+        elif are_names_written and reference is not None:
+            raise ValueError(
+                f"its propertyNames cannot be enforced beside a $ref to {reference!r:.80}"
+            )
 
 
 def _is_note(keyword: str) -> bool:
@@ -269,14 +278,6 @@ def _check_reference(schema: dict[str, Any], part: Any, targets: dict[str, Any])
             raise ValueError(f"its reference {reference!r:.80} leads to no schema")
         seen.add(reference)
         targets[reference] = part
-
-
-def _check_kept(schema: dict[str, Any], reference: object, targets: dict[str, Any]) -> None:
-    """ValueError if it may lead to another schema now than it did, as `targets` has it."""
-    if not (is_local(reference) and reference in targets):
-        raise ValueError(f"its propertyNames cannot be enforced beside a $ref to {reference!r:.80}")
-    if _find(schema, reference) is not targets[reference]:
-        raise ValueError(f"its reference {reference!r:.80} leads to what propertyNames changes")
 
 
 def _find(schema: Any, reference: str) -> Any:

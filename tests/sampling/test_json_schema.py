@@ -194,7 +194,10 @@ def test_names_are_bounded_in_all(names):
                 StructuredOutputsParams(json=schema)
 
 
-RECORD = {"propertyNames": {"enum": ["b", "a"]}, "additionalProperties": {"items": PLAIN}}
+RECORD = {
+    "propertyNames": {"enum": ["b", "a"]},
+    "additionalProperties": {"items": {"minLength": 1}},
+}
 
 
 @pytest.mark.parametrize(
@@ -204,6 +207,7 @@ RECORD = {"propertyNames": {"enum": ["b", "a"]}, "additionalProperties": {"items
         "#/properties/p/additionalProperties/items",
         "#/properties/p/properties/z",
         "#/properties/p/properties",
+        "#/properties/p/propertyNames",
         "#/properties/p/properties/z/items/0",
     ],
 )
@@ -215,9 +219,11 @@ def test_references_to_what_names_change(reference, is_before, use):
     record = {**RECORD, "properties": known}
     user = use({"$ref": reference})
     members = {"q": user, "p": record} if is_before else {"p": record, "q": user}
-    if "propertyNames" in user and reference.endswith("items/0"):
+    names = {"items/0": ["x"], "propertyNames": ["b", "a"]}
+    read = [names[end] for end in names if "propertyNames" in user and reference.endswith(end)]
+    if read:
         found = json.loads(StructuredOutputsParams(json={"properties": members}).json)
-        assert found["properties"]["q"]["properties"] == {"x": True}
+        assert found["properties"]["q"]["properties"] == dict.fromkeys(*read, True)
     else:
         message = "leads to what propertyNames changes|enum, const or pattern alone"
         with pytest.raises(ValueError, match=message):
@@ -230,7 +236,7 @@ def test_references_to_what_names_keep():
     schema = {"properties": {**kept, "p": {**RECORD, "properties": known}}}
     found = json.loads(StructuredOutputsParams(json=schema).json)["properties"]
     assert found["q"] == kept["q"]
-    assert found["p"]["properties"] == {"a": {"type": "null"}, "b": {"items": PLAIN}}
+    assert found["p"]["properties"] == {"a": {"type": "null"}, "b": {"items": {"minLength": 1}}}
 
 
 @pytest.mark.parametrize(
