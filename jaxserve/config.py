@@ -24,7 +24,8 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     """True: prompts are token ids, and outputs have no text."""
     max_model_len: int | None = None
-    """Most tokens of prompt and output together; None: what the model was made for."""
+    """Most tokens of prompt and output together, at least one of each; None: what the model was
+    made for."""
     max_num_seqs: int | None = None
     """Most requests in one step; None: 256 on a GPU, 64 on a CPU."""
     max_num_batched_tokens: int | None = None
@@ -71,15 +72,15 @@ class EngineConfig:
         choice("load_format", "auto", "dummy")
         choice("scheduling_policy", "fcfs", "priority")
         choice("attention_impl", "auto", "reference", "triton", "mosaic")
-        for name in (
-            "max_model_len",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "num_scheduler_steps",
-            "kv_cache_memory_bytes",
+        for name, least in (
+            ("max_model_len", 2),
+            ("max_num_seqs", 1),
+            ("max_num_batched_tokens", 1),
+            ("num_scheduler_steps", 1),
+            ("kv_cache_memory_bytes", 1),
         ):
             value = getattr(self, name)
-            check(value is None or value >= 1, name, "None or at least 1")
+            check(value is None or value >= least, name, f"None or at least {least}")
         check(
             8 <= self.block_size <= 128 and self.block_size.bit_count() == 1,
             "block_size",

@@ -93,6 +93,7 @@ class LLM:
         priority: Sequence[int] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
+        self.engine.check_open()
         params = _one_each(sampling_params, len(inputs), "sampling_params", SamplingParams())
         priorities = _one_each(priority, len(inputs), "priority", 0)
         submissions: list[Submission | None] = []

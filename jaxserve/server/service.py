@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -113,9 +114,9 @@ class Service:
     async def tokenize(self, body: TokenizeTextRequest | TokenizeChatRequest) -> Tokenized:
         self._check_model(body.model)
         if isinstance(body, TokenizeTextRequest):
-            ids = await _in_thread(self._encode, body.prompt, body.add_special_tokens)
+            ids = await _in_thread(body, self._encode, body.prompt, body.add_special_tokens)
         else:
-            ids = (await _in_thread(self._encode_chat, body)).token_ids
+            ids = (await _in_thread(body, self._encode_chat, body)).token_ids
         strings = [self._tokenizer.token_text(i) for i in ids] if body.return_token_strs else None
         return {
             "count": len(ids),
@@ -127,14 +128,14 @@ class Service:
     async def detokenize(self, body: DetokenizeRequest) -> Detokenized:
         self._check_model(body.model)
         self._check_ids("tokens", body.tokens)
-        return {"prompt": await _in_thread(self._tokenizer.decode, body.tokens, False)}
+        return {"prompt": await _in_thread(body, self._tokenizer.decode, body.tokens, False)}
 
     # With it.
 
     async def complete(self, body: CompletionRequest, http: Request, id_: str) -> Response:
         arrival_s = time.monotonic()
         self._check_model(body.model)
-        prompts, params = await _in_thread(self._prepare_completion, body)
+        prompts, params = await _in_thread(body, self._prepare_completion, body)
         ids = [id_] if len(prompts) == 1 else [f"{id_}-{i}" for i in range(len(prompts))]
         batch = Batch(ids, prompts, params)
         shaper = CompletionShaper(body, batch, self._head(id_), self._tokenizer)
@@ -150,7 +151,7 @@ class Service:
                 "be set",
                 param="tool_choice",
             )
-        prompt, params, new_answer = await _in_thread(self._prepare_chat, body)
+        prompt, params, new_answer = await _in_thread(body, self._prepare_chat, body)
         batch = Batch([id_], [prompt], params)
         shaper = ChatShaper(body, batch, self._head(id_), self._tokenizer, new_answer)
         return await self._answer(body, http, shaper, arrival_s)
@@ -191,7 +192,7 @@ class Service:
             return Response(status_code=_CLOSED_REQUEST)
         except (ValueError, QueueFullError, EngineDeadError) as error:
             end()
-            raise from_engine(error, type(body).model_fields) from error
+            raise from_engine(error, type(body).model_fields, body.grammar_field) from error
         except BaseException:
             end()
             raise
@@ -227,7 +228,7 @@ class Service:
     def _prepare_completion(
         self, body: CompletionRequest
     ) -> tuple[list[EncodedPrompt], SamplingParams]:
-        params = _params(body)
+        params = body.to_params()
         inputs = body.prompts()
         if len(inputs) * params.n > MAX_SEQUENCES:
             raise ApiError(
@@ -245,7 +246,7 @@ class Service:
     def _prepare_chat(
         self, body: ChatCompletionRequest
     ) -> tuple[EncodedPrompt, SamplingParams, Callable[[], Answer]]:
-        params = _params(body)
+        params = body.to_params()
         prompt = self._encode_chat(body)
         self._check_len(len(prompt.token_ids))
         return prompt, *self._format.prepare(body, params, prompt.text)
@@ -312,13 +313,6 @@ async def start_service(
     )
 
 
-def _params(body: CompletionRequest | ChatCompletionRequest) -> SamplingParams:
-    try:
-        return body.to_params()
-    except ValueError as error:
-        raise from_engine(error, type(body).model_fields) from error
-
-
 def _too_long(what: str, max_model_len: int) -> ApiError:
     return ApiError(
         400,
@@ -329,12 +323,12 @@ def _too_long(what: str, max_model_len: int) -> ApiError:
     )
 
 
-async def _in_thread(function: Any, *args: Any) -> Any:
-    """ValueError is the client's fault there."""
+async def _in_thread(body: BaseModel, function: Any, *args: Any) -> Any:
+    """ValueError is the fault of `body`, a client's, there."""
     try:
         return await asyncio.to_thread(function, *args)
     except ValueError as error:
-        raise ApiError(400, str(error)) from error
+        raise from_engine(error, type(body).model_fields) from error
 
 
 async def _collect(stream: RequestStream, clock: RequestClock) -> list[OutputDelta]:

@@ -31,6 +31,11 @@ RUN = (sys.executable, "-m", "jaxserve")
         ((*GENERATE, "--prompt", "a", "--structured-outputs", '{"regex": 5}'), "regex must be"),
         ((*GENERATE, "--prompt", "a", "--max-tokens", "0"), "max_tokens must be None or an"),
         ((*GENERATE, "--prompt", "a", "--block-size", "9"), "block_size must be 8, 16"),
+        (
+            (*GENERATE, "--prompt", "a", "--max-model-len", "1"),
+            "max_model_len must be None or at least 2, got 1",
+        ),
+        ((*GENERATE, "--prompt", "a", "--max-num-seqs", "0"), "must be None or at least 1, got 0"),
         (("chat", "--model", "m", "--temperature", "-1"), "temperature must be"),
     ],
 )

@@ -197,13 +197,17 @@ def test_no_good_line_needs_no_engine(cli, engines, prompts_file):
     assert (code, out, engines) == (1, "", [])
 
 
-def test_empty_file(cli, engines, prompts_file):
-    assert cli(*MODEL, "--prompts-file", prompts_file()) == (0, "", "")
+@pytest.mark.parametrize("lines", [(), ("", " ")], ids=["empty", "blank"])
+def test_a_file_without_requests(cli, engines, prompts_file, lines):
+    path = prompts_file(*lines)
+    error = f"jaxserve: error: --prompts-file {path} must hold at least one request\n"
+    assert cli(*MODEL, "--prompts-file", path) == (2, "", error)
     assert engines == []
 
 
-def test_one_refused_prompt(cli):
-    assert cli(*MODEL, "--prompt", "bad", "--quiet") == (
+@pytest.mark.parametrize("flags", [(), ("--quiet",)])
+def test_one_refused_prompt(cli, flags):
+    assert cli(*MODEL, "--prompt", "bad", *flags) == (
         1, "", "jaxserve: error: the prompt is bad\n",
     )  # fmt: skip
 

@@ -353,12 +353,14 @@ def test_parameters_of_the_wrong_type_among_good_ones(llm, prompts, solo):
     assert tokens(raised.value.outputs[:1]) == solo[:1]
 
 
-def test_a_closed_engine_says_so(tiny_folder):
+def test_a_closed_engine_says_so(tiny_folder, capsys):
     fields = {"load_format": "dummy", "skip_tokenizer_init": True, "max_num_batched_tokens": 1}
     llm = LLM(str(tiny_folder), kv_cache_memory_bytes=4 << 20, max_model_len=64, **fields)
     llm.close()
+    capsys.readouterr()
     with pytest.raises(RuntimeError, match="the engine is closed"):
-        llm.generate([3], use_tqdm=False)
+        llm.generate([3])
+    assert capsys.readouterr() == ("", "")
 
 
 def test_two_engines_and_close(tiny_folder, prompts):

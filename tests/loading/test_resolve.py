@@ -103,7 +103,8 @@ def test_what_the_hub_cannot_give_is_one_line(used_hub, monkeypatch, name, envir
     assert "\n" not in said
 
 
-def test_a_download_ends_with_the_process_at_once(hub, wait_gone):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_download_ends_with_the_process_at_once(hub, wait_gone, number):
     """Though the hub's library would wait for its threads."""
     hub.endless = "files"
     program = "from jaxserve.model.resolve import resolve_model; resolve_model('org/name')"
@@ -113,11 +114,11 @@ def test_a_download_ends_with_the_process_at_once(hub, wait_gone):
         assert hub.is_sending.wait(60)
         task = Path(f"/proc/{process.pid}/task/{process.pid}")
         children = [int(pid) for pid in (task / "children").read_text().split()]
-        # As a terminal does it, which tells all of them.
-        for pid in (*children, process.pid):
-            os.kill(pid, signal.SIGINT)
+        # A terminal's Ctrl-C goes to all of them.
+        for pid in (*children, process.pid) if number == signal.SIGINT else (process.pid,):
+            os.kill(pid, number)
         process.communicate(timeout=20)
-    assert process.returncode == -signal.SIGINT
+    assert process.returncode == -number
     assert len(children) == 1
     wait_gone(children)
 

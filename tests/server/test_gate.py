@@ -116,6 +116,14 @@ def test_a_head_in_one_piece_is_bounded(guarded):
     assert guarded.http.get("/health", headers={"x-long": "x" * 65_000}).status_code == 200
 
 
+@pytest.mark.parametrize(("num_bytes", "expected"), [(65_000, 200), (65_530, 431), (70_000, 431)])
+def test_a_request_line_in_one_piece_is_bounded(guarded, num_bytes, expected):
+    line = f"GET /health?{'x' * num_bytes} HTTP/1.1\r\n"
+    status, _, body = answer(guarded, line + "Host: x\r\nConnection: close\r\n\r\n")
+    assert status == expected
+    assert expected == 200 or "at most 65536 bytes" in body
+
+
 @pytest.mark.parametrize("num_bytes", [65_536, 65_537])
 @pytest.mark.parametrize("filler", ["", "a: b\r\n" * 10_000], ids=["long", "many"])
 def test_all_of_a_head_counts(guarded, filler, num_bytes):

@@ -106,7 +106,7 @@ def test_impossible_completions(fake, changes, param):
             },
             "messages[1].content[0].type",
         ),
-        ({"messages": [{"role": "user", "content": None}]}, None),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0]"),
         ({"top_logprobs": 1}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
         ({"logprobs": 1}, "logprobs"),

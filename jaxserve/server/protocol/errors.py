@@ -56,17 +56,20 @@ def unavailable(message: str, retry_after_s: int = RETRY_AFTER_S) -> ApiError:
     return ApiError(503, message, headers={"Retry-After": str(retry_after_s)})
 
 
-def from_engine(error: Exception, fields: Sequence[str] = ()) -> ApiError:
-    """What the engine's refusal or death means to a client. `fields` are the request's: a refusal
-    begins with the name of the one that is wrong, if it is one."""
+def from_engine(
+    error: Exception, fields: Sequence[str] = (), otherwise: str | None = None
+) -> ApiError:
+    """What a refusal or the engine's death means to a client. `fields` are the request's: a refusal
+    begins with the name of the one that is wrong, or it is `otherwise`."""
     if isinstance(error, EngineDeadError):
         return ApiError(503, f"the engine cannot serve requests: {error}")
     if isinstance(error, QueueFullError):
         return unavailable(f"the queue is full: {error}")
     if isinstance(error, ValueError):
         message = str(error)
-        name = message.split(" ", 1)[0]
-        return ApiError(400, message, param=name if name in fields else None)
+        place = _PLACE.match(message)
+        param = place[0] if place and place[1] in fields else otherwise
+        return ApiError(400, message, param=param)
     return ApiError(500, "internal error")
 
 
@@ -96,6 +99,7 @@ _LENGTHS = {
     "string_too_short": "at least {min_length}",
     "string_too_long": "at most {max_length}",
 }
+_PLACE = re.compile(r"(\w+)(\[\d+\])*(?= )")
 _NAME = re.compile(r"[A-Za-z_]\w{0,63}", re.ASCII)
 _MAX_SHOWN = 40
 _MAX_LISTED = 8

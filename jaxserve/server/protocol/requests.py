@@ -175,6 +175,13 @@ class _SamplingBody(_Body):
     def continuous_usage(self) -> bool:
         return self.include_usage and bool(self.stream_options.continuous_usage_stats)
 
+    @property
+    def grammar_field(self) -> str | None:
+        """What the answer's grammar comes from; None: it has none."""
+        if self.response_format is not None and self.response_format.type != "text":
+            return "response_format"
+        return None if self.structured_outputs is None else "structured_outputs"
+
     def _params(self, **chosen: Any) -> SamplingParams:
         fields = {
             name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None
@@ -316,6 +323,10 @@ class ChatCompletionRequest(_ChatBody, _SamplingBody):
     def names_function(self) -> bool:
         """The client has chosen the one function to call."""
         return isinstance(self.tool_choice, NamedToolChoice)
+
+    @property
+    def grammar_field(self) -> str | None:
+        return super().grammar_field if self.tool_choice in (None, "none", "auto") else "tools"
 
     @property
     def max_calls(self) -> int | None:
