@@ -185,14 +185,14 @@ class Service:
             prompt_lens = dict(zip(batch.request_ids, lens, strict=True))
             clock = RequestClock(self.metrics, stream.ranks, prompt_lens, arrival_s)
             if body.stream:
-                return EventStream(self._events(stream, shaper, clock), end)
+                return EventStream(self._events(body, stream, shaper, clock), end)
             deltas = await until_disconnect(http.receive, _collect(stream, clock))
         except ClientDisconnected:
             end()
             return Response(status_code=_CLOSED_REQUEST)
         except (ValueError, QueueFullError, EngineDeadError) as error:
             end()
-            raise from_engine(error, type(body).model_fields, body.grammar_field) from error
+            raise _refusal(error, body) from error
         except BaseException:
             end()
             raise
@@ -200,7 +200,11 @@ class Service:
         return Response(encode_json(shaper.whole(deltas)), media_type="application/json")
 
     async def _events(
-        self, stream: RequestStream, shaper: Shaper, clock: RequestClock
+        self,
+        body: CompletionRequest | ChatCompletionRequest,
+        stream: RequestStream,
+        shaper: Shaper,
+        clock: RequestClock,
     ) -> AsyncGenerator[bytes]:
         try:
             async for deltas in stream:
@@ -210,7 +214,7 @@ class Service:
         except (RuntimeError, ValueError) as error:
             if error is not stream.error:
                 raise
-            yield event(from_engine(error).body) + DONE
+            yield event(_refusal(error, body).body) + DONE
         else:
             yield shaper.end()
 
@@ -311,6 +315,11 @@ async def start_service(
     return await asyncio.to_thread(
         Service, engine, infos, tokenizer, model_names, chat_template, config, tracer
     )
+
+
+def _refusal(error: Exception, body: CompletionRequest | ChatCompletionRequest) -> ApiError:
+    """Of the engine, which speaks of a request's fields or of its grammar."""
+    return from_engine(error, type(body).model_fields, body.grammar_field)
 
 
 def _too_long(what: str, max_model_len: int) -> ApiError:
