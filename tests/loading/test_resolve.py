@@ -107,17 +107,26 @@ def test_what_the_hub_cannot_give_is_one_line(used_hub, monkeypatch, name, envir
 def test_a_download_ends_with_the_process_at_once(hub, wait_gone, number):
     """Though the hub's library would wait for its threads."""
     hub.endless = "files"
-    program = "from jaxserve.model.resolve import resolve_model; resolve_model('org/name')"
+    # What runs the tests may ignore Ctrl-C, and a program in the background inherits that.
+    program = """if True:
+        import signal
+        from jaxserve.model.resolve import resolve_model
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        resolve_model("org/name")
+    """
     with subprocess.Popen(
         [sys.executable, "-c", program], env=os.environ | hub.environment, stderr=subprocess.PIPE
     ) as process:
-        assert hub.is_sending.wait(60)
-        task = Path(f"/proc/{process.pid}/task/{process.pid}")
-        children = [int(pid) for pid in (task / "children").read_text().split()]
-        # A terminal's Ctrl-C goes to all of them.
-        for pid in (*children, process.pid) if number == signal.SIGINT else (process.pid,):
-            os.kill(pid, number)
-        process.communicate(timeout=20)
+        try:
+            assert hub.is_sending.wait(60)
+            task = Path(f"/proc/{process.pid}/task/{process.pid}")
+            children = [int(pid) for pid in (task / "children").read_text().split()]
+            # A terminal's Ctrl-C goes to all of them.
+            for pid in (*children, process.pid) if number == signal.SIGINT else (process.pid,):
+                os.kill(pid, number)
+            process.communicate(timeout=20)
+        finally:
+            process.kill()  # had it not ended, nothing here would
     assert process.returncode == -number
     assert len(children) == 1
     wait_gone(children)
