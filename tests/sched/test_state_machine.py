@@ -304,12 +304,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert first.num_in_flight_tokens > 0 or num_needed + len(running) > pool.num_free
 
 
-def run_machine(max_examples: int, phases: tuple[Phase, ...] = tuple(Phase)) -> None:
-    """The same examples each time; without Phase.shrink a failure is left as it was found."""
+def run_machine(phases: tuple[Phase, ...] = tuple(Phase)) -> None:
+    """Without Phase.shrink a failure is left as it was found. The examples are the same each time,
+    as long as the same modules are loaded: Hypothesis tries the constants in them."""
     run_state_machine_as_test(
         SchedulerMachine,
         settings=settings(
-            max_examples=max_examples,
+            max_examples=2000,
             stateful_step_count=30,
             deadline=None,
             derandomize=True,
@@ -321,7 +322,7 @@ def run_machine(max_examples: int, phases: tuple[Phase, ...] = tuple(Phase)) -> 
 
 
 def test_every_request_gets_the_tokens_of_its_solo_run() -> None:
-    run_machine(max_examples=2000)
+    run_machine()
 
 
 def keep_one_reference(manager: BlockManager, request: Request) -> None:
@@ -408,4 +409,4 @@ def test_a_planted_fault_is_found(monkeypatch, owner, name, fault, is_checked) -
     if not is_checked:
         monkeypatch.setattr(Scheduler, "check", lambda scheduler: None)
     with pytest.raises((AssertionError, RuntimeError, LookupError)):
-        run_machine(max_examples=300, phases=(Phase.generate,))
+        run_machine(phases=(Phase.generate,))
