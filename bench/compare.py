@@ -8,16 +8,19 @@ every time. Before the first turn jaxserve's logits are checked against plain JA
 weights (`bench/check_logits.py`). The file has that, every record, the ceilings measured in the
 same session, the floors, and for each pair of engines the ratios turn by turn and their median; a
 turn that either engine flagged (two passes over 15% apart) takes no part in it. It is written after
-each turn, and a further call with the same --session goes on with it.
+each engine's turn, and a further call with the same --session goes on with it, from the first turn
+that lacks an engine.
 """
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +45,12 @@ _VLLM = {
 }
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 ENVIRONMENT = {
-    # Graphs stay on while a profile counts a step's kernels.
-    "jaxserve": {"XLA_FLAGS": "--xla_enable_command_buffers_during_profiling=true"},
+    # Graphs stay on while a profile counts a step's kernels. JAX takes three quarters of the GPU
+    # unless it is told otherwise, the others nine tenths.
+    "jaxserve": {
+        "XLA_FLAGS": "--xla_enable_command_buffers_during_profiling=true",
+        "XLA_CLIENT_MEM_FRACTION": "0.95",
+    },
     "vllm": _VLLM,
     "vllm-v2": _VLLM | {"VLLM_USE_V2_MODEL_RUNNER": "1"},
 }
@@ -73,7 +80,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--profile", action="store_true", help="count kernels in decode")
     parser.add_argument("--no-ceilings", action="store_true", help="measure no ceilings, no floors")
     parser.add_argument("--no-check", action="store_true", help="of jaxserve's logits, before")
-    parser.add_argument("--time-limit-s", type=float, help="start no turn that may end after it")
+    parser.add_argument("--time-limit-s", type=float, help="start no engine that may end after it")
     parser.add_argument(
         "--option", action="append", default=[], metavar="ENGINE:NAME=JSON",
         help="of one engine alone: an option of its own, or another value of one above, as "
@@ -226,28 +233,36 @@ def main() -> int:
         for name in ("workloads", "dtype", "batch_sizes", "input_len", "output_len", "profile",
                      "max_num_seqs", "max_model_len", "warm_up_s", "seed"):  # fmt: skip
             job[name] = getattr(args, name)
-        first = 1 + max((record["turn"] for record in result["records"]), default=-1)
+        done = {(record["turn"], record["engine"]) for record in result["records"]}
+        missing = ((turn, name) for turn in itertools.count() for name in args.engines)
+        first = next(turn for turn, name in missing if (turn, name) not in done)
         longest_s: dict[str, float] = {}
-        for turn in range(first, first + args.turns):
-            order = args.engines if turn % 2 == 0 else args.engines[::-1]
-            needed_s = sum(longest_s.values())
+        for turn, engine in turns_of(args.engines, first, args.turns):
+            if (turn, engine) in done:
+                continue
+            needed_s = longest_s.get(engine, 0)
             if args.time_limit_s and time.monotonic() - begin + needed_s > args.time_limit_s:
-                print(f"no time for turn {turn}: {needed_s:.0f} s", file=sys.stderr)
+                print(f"no time for {engine}'s turn {turn}: {needed_s:.0f} s", file=sys.stderr)
                 break
-            for engine in order:
-                started = time.monotonic()
-                options = options_of(engine, args.option)
-                own = {name: options.pop(name) for name in list(options) if name in job}
-                todo = job | own | {"engine": engine, "turn": turn, "engine_options": options}
-                result["records"] += run_turn(args, engine, todo, folder)
-                longest_s[engine] = max(longest_s.get(engine, 0), time.monotonic() - started)
-                result["ratios"] = ratios_of(result["records"])
-                path.write_text(json.dumps(result, indent=1) + "\n")
-                print(f"turn {turn}, {engine}: {longest_s[engine]:.0f} s", file=sys.stderr)
+            started = time.monotonic()
+            options = options_of(engine, args.option)
+            own = {name: options.pop(name) for name in list(options) if name in job}
+            todo = job | own | {"engine": engine, "turn": turn, "engine_options": options}
+            result["records"] += run_turn(args, engine, todo, folder)
+            longest_s[engine] = max(longest_s.get(engine, 0), time.monotonic() - started)
+            result["ratios"] = ratios_of(result["records"])
+            path.write_text(json.dumps(result, indent=1) + "\n")
+            print(f"turn {turn}, {engine}: {longest_s[engine]:.0f} s", file=sys.stderr)
     print(json.dumps(result.get("ratios", {}), indent=2))
     print(path)
     wanted = args.turns * len(args.engines) * len(args.workloads)
     return int(sum(record["turn"] >= first for record in result["records"]) < wanted)
+
+
+def turns_of(engines: list[str], first: int, number: int) -> Iterator[tuple[int, str]]:
+    """(turn, engine), with the engines' order turned round every time."""
+    for turn in range(first, first + number):
+        yield from ((turn, engine) for engine in engines[:: -1 if turn % 2 else 1])
 
 
 def write_requests(args: argparse.Namespace, folder: Path) -> dict[str, str]:
