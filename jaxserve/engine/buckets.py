@@ -13,15 +13,19 @@ class Bucket:
 
 
 def make_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[Bucket, ...]:
-    """Powers of two up to the token budget, the budget itself, and `max_num_seqs`, at most as much.
+    """Sizes up to the token budget, the budget itself, and `max_num_seqs`, at most as much.
 
+    A few tokens cost a step about as much as one, so that the first sizes are far apart; from 256
+    tokens on arithmetic takes its time, and the middle between two powers of two is a size too.
     Every row has at least one token, so a step of T tokens has at most min(T, max_num_seqs) rows
     and one number picks the shape: there are no gaps. However many sequences decode, there is a
     bucket of as many rows as tokens for them.
     """
-    powers = {1 << i for i in range((max_num_batched_tokens - 1).bit_length())}
-    sizes = sorted(powers | {max_num_seqs, max_num_batched_tokens})
-    return tuple(Bucket(t, min(t, max_num_seqs)) for t in sizes)
+    powers = [1, 4, *(1 << i for i in range(4, max_num_batched_tokens.bit_length()))]
+    middles = [power + power // 2 for power in powers if power >= 256]
+    sizes = {*powers, *middles, max_num_seqs, max_num_batched_tokens}
+    fitting = sorted(size for size in sizes if size <= max_num_batched_tokens)
+    return tuple(Bucket(size, min(size, max_num_seqs)) for size in fitting)
 
 
 def pick_bucket(buckets: tuple[Bucket, ...], num_tokens: int) -> Bucket:

@@ -37,9 +37,11 @@ from jaxserve.text.tokenizer import Tokenizer
 from scheduler import SchedulerConfig
 from sharding import make_mesh
 
-GPU_SCHEDULER_STEPS = 8
+MAX_SCHEDULER_STEPS = 8
 MAX_DISPATCH_S = 0.02
 """Decode steps are put in one dispatch where they take no longer than this together."""
+READ_BYTES_PER_S = 4.2e12
+"""Of an H200's memory, as measured: on a slower GPU fewer batch sizes pass the test of warm-up."""
 TRIES = 3
 """The fastest counts: a GPU that was idle has yet to raise its clock."""
 
@@ -154,7 +156,6 @@ def start(config: EngineConfig) -> EngineParts:
         tokenizer = None if config.skip_tokenizer_init else Tokenizer(folder)
         eos = model_config.eos_token_ids if tokenizer is None else tokenizer.eos_token_ids
 
-    steps_per_dispatch = config.num_scheduler_steps or (GPU_SCHEDULER_STEPS if on_gpu else 1)
     bytes_per_block = definition.kv_block_bytes(config.block_size)
     max_blocks = -(-max_model_len // config.block_size)
     buckets = make_buckets(max_num_seqs, max_num_batched_tokens)
@@ -198,6 +199,9 @@ def start(config: EngineConfig) -> EngineParts:
 
     slots = jax.block_until_ready(_make_slots(max_num_seqs, model_config.vocab_size, replicated))
     weight_bytes = definition.param_bytes(mesh)
+    steps_per_dispatch = config.num_scheduler_steps or (
+        _scheduler_steps(weight_bytes) if on_gpu else 1
+    )
     scratch_bytes = _expected_scratch_bytes(definition, buckets[-1])
     # A cache that cannot fit is refused before anything is loaded.
     num_blocks = blocks_beside(scratch_bytes)
@@ -271,6 +275,12 @@ def _attention_impl(device: jax.Device) -> AttentionImpl:
     if device.platform != "gpu":
         return "reference"
     return "mosaic" if device.compute_capability == "9.0" else "triton"
+
+
+def _scheduler_steps(weight_bytes: int) -> int:
+    """How many decode steps, a power of two, fit into MAX_DISPATCH_S: each reads all weights."""
+    longest = MAX_DISPATCH_S * READ_BYTES_PER_S / weight_bytes
+    return min(1 << max(int(longest).bit_length() - 1, 0), MAX_SCHEDULER_STEPS)
 
 
 def _make_slots(max_num_seqs: int, vocab_size: int, sharding: NamedSharding) -> SlotState:

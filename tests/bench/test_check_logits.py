@@ -21,7 +21,7 @@ def fields(tmp_path):
     return {
         "model": str(write_shape("tiny", tmp_path)), "load_format": "dummy", "dtype": "float32",
         "skip_tokenizer_init": True, "enable_prefix_caching": False, "max_model_len": 32,
-        "max_num_seqs": 1, "max_num_batched_tokens": 1, "block_size": 8,
+        "max_num_seqs": 1, "max_num_batched_tokens": 1, "block_size": 8, "num_scheduler_steps": 8,
         "kv_cache_memory_bytes": 1 << 20, "compilation_cache_dir": "",
     }  # fmt: skip
 
