@@ -8,8 +8,8 @@ L2 cache; times are the profiler's, medians of two passes. XLA's side is cuBLAS,
 kernel for the gate after it: the gap between two kernels of a graph is counted with it.
 
 `--tune` first times candidates and writes the fastest to `pallas_kernels/linear/tuning.json`, which
-the kernels read; it keeps what other GPUs measured there, and
-with `--kinds` the other kinds' entries.
+the kernels read; it keeps what other GPUs measured there, and the entries of the kinds and tokens
+that were not asked for.
 """
 
 import argparse
@@ -34,7 +34,7 @@ ROTATED_BYTES = 200e6
 ROUNDS = 8
 GAP_S = 0.4e-6
 THREADS = 16
-TOKENS = (1, 32, 64)
+TOKENS = (1, 32, 64, 128)
 CUTS = [
     tuning.Tiling(16, 256, 4, 4), tuning.Tiling(16, 256, 4, 6), tuning.Tiling(16, 512, 4, 3),
     tuning.Tiling(32, 128, 4, 4), tuning.Tiling(32, 256, 4, 3), tuning.Tiling(64, 128, 4, 4),
@@ -49,6 +49,14 @@ PARTS_CUTS = [
     tuning.Tiling(64, 128, 4, 3),
 ]
 SPLITS = (1, 2, 4, 8)
+MANY_TOKENS = 128
+MANY_CUTS = [
+    tuning.Tiling(64, 64, 4, 4), tuning.Tiling(64, 64, 8, 4), tuning.Tiling(64, 128, 4, 3),
+    tuning.Tiling(128, 64, 8, 3), tuning.Tiling(128, 64, 8, 4), tuning.Tiling(128, 64, 4, 4),
+    tuning.Tiling(32, 128, 4, 4),
+]  # fmt: skip
+MANY_SPLITS = (1, 2, 4)
+"""From MANY_TOKENS on."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,9 +148,11 @@ def candidates(tune: bool, shape: tuning.Shape, capability: str) -> list[tuning.
     chosen = tuning.choose(capability, shape)
     if not tune:
         return [chosen or tuning.DEFAULT]
+    many = shape.num_tokens >= MANY_TOKENS
     if shape.kind != "parts":
-        return CUTS
-    return [dataclasses.replace(cut, splits=splits) for cut in PARTS_CUTS for splits in SPLITS]
+        return MANY_CUTS if many else CUTS
+    cuts, numbers = (MANY_CUTS, MANY_SPLITS) if many else (PARTS_CUTS, SPLITS)
+    return [dataclasses.replace(cut, splits=splits) for cut in cuts for splits in numbers]
 
 
 def main() -> None:
@@ -152,11 +162,17 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true", help="write tuning.json first")
     parser.add_argument("--output", type=Path, required=True, help="the result file")
     parser.add_argument("--kinds", nargs="+", default=["plain", "gated", "parts"])
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     args = parser.parse_args()
     capability = jax.devices()[0].compute_capability
     path = Path(tuning.__file__).with_name("tuning.json")
-    entries = [e for e in json.loads(path.read_text())["entries"]
-               if e["compute_capability"] != capability or e["kind"] not in args.kinds]  # fmt: skip
+    entries = [
+        entry
+        for entry in json.loads(path.read_text())["entries"]
+        if entry["compute_capability"] != capability
+        or entry["kind"] not in args.kinds
+        or entry["tile_tokens"] not in args.tokens
+    ]
     result = describe(threads=1) | {
         "benchmark": "linear",
         "gpu": jax.devices()[0].device_kind,
@@ -164,7 +180,7 @@ def main() -> None:
         "rows": [],
     }
     for product in (p for p in PRODUCTS if p.kind in args.kinds):
-        for num_tokens in TOKENS:
+        for num_tokens in args.tokens:
             shape = tuning.Shape(
                 product.kind, num_tokens, product.out_size, product.in_size, "bfloat16"
             )
