@@ -4,11 +4,12 @@ Execution takes them from a table by bucket and compiles nothing: a shape that i
 is a KeyError, not a new compilation.
 """
 
+import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from jaxserve.sampling import load_slot, new_slot_state, num_mask_words
 from sharding import KV_CACHE_SPEC, shardings
 
 COMPILE_THREADS = 16
+COMPILE_NICENESS = 10
 GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
 """Products of few tokens are our own kernels', those of many cuBLAS's first choice: timing all
 choices for each product of each program takes minutes."""
@@ -147,13 +149,12 @@ def compile_programs(
     options = GPU_OPTIONS if on_gpu else None
     # Tracing holds the interpreter's lock in any case, and one after another they find the Triton
     # kernels that those before have compiled. XLA compiles outside of it.
-    lowering = Lock()
+    tracer = ThreadPoolExecutor(1)
 
     def compile_step(layout: BatchLayout, num_steps: int) -> Callable:
         def compile_it() -> jax.stages.Compiled:
-            with lowering:
-                lowered = lower_step(definition, mesh, layout, num_steps, num_blocks, max_num_seqs)
-            return lowered.compile(options)
+            arguments = definition, mesh, layout, num_steps, num_blocks, max_num_seqs
+            return tracer.submit(lower_step, *arguments).result().compile(options)
 
         return cache.load_or_compile(compile_it, "step", layout, num_steps, num_blocks)
 
@@ -170,13 +171,13 @@ def compile_programs(
 
         def compile_it() -> jax.stages.Compiled:
             program = make_logprobs(definition, mesh, max_logprobs)
-            with lowering:
-                lowered = program.lower(params, hidden, sampled, queries)
-            return lowered.compile(options)
+            lowering = tracer.submit(program.lower, params, hidden, sampled, queries)
+            return lowering.result().compile(options)
 
         return cache.load_or_compile(compile_it, "logprobs", layout, max_logprobs)
 
-    with ThreadPoolExecutor(COMPILE_THREADS) as pool:
+    yielding = _yield_to_tracing if on_gpu else None
+    with tracer, ThreadPoolExecutor(COMPILE_THREADS, initializer=yielding) as pool:
 
         def start(compile_one: Callable, *args: int, only_decode: bool = False) -> dict:
             return {  # the largest takes longest: first
@@ -208,6 +209,13 @@ def compile_programs(
         for program in programs.values()
     )
     return Programs(steps, decode_steps, logprobs, layouts, load, temp_bytes)
+
+
+def _yield_to_tracing() -> None:
+    """Let this thread, and those that XLA starts for it, stand back: more of them want to run than
+    there are processors, and the thread that traces is the one that all wait for. On Linux, where
+    GPUs are, each thread has a priority of its own."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), COMPILE_NICENESS)
 
 
 def padding_batch(layout: BatchLayout) -> np.ndarray:
