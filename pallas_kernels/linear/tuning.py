@@ -47,6 +47,28 @@ class Tiling:
     """Programs that share the columns of a row; of kind "parts"."""
 
 
+MOSAIC_TILE_IN = 64
+"""Columns of one step of `mosaic_gated`: 128 bytes, a row of the swizzle."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicTiling:
+    """How `mosaic_gated` is cut."""
+
+    tile_tokens: int
+    """Of one block of threads: 128 or 256, for two warpgroups."""
+    tile_out: int
+    """Pairs of rows of the weight. With `tile_tokens` / 2 by twice this in float32 in its
+    registers a warpgroup has room for 64 * 256 sums."""
+    num_stages: int
+    """Steps in shared memory."""
+    band: int
+    """Tiles of tokens (pairs of tiles, in clusters of 2) that are walked along the rows at a
+    time."""
+    cluster: int
+    """Blocks that have the same rows and fetch each row once: 1 or 2."""
+
+
 DEFAULT = Tiling(16, 128, 4, 3)
 DEFAULT_FLOAT32 = Tiling(16, 32, 4, 3)
 """Both need less shared memory than the 99 KiB of compute capability 8.6 and 8.9."""
