@@ -1,7 +1,11 @@
-"""Device time of products with a weight for few tokens, ours and XLA's, on one GPU.
+"""Device time of products with a weight, ours and XLA's, on one GPU.
 
     PYTHONPATH=. python bench/linear.py --output bench/results/linear_h200.json
+    PYTHONPATH=. python bench/linear.py --kinds gated --tokens 2048 8192 \\
+        --output bench/results/linear_prefill_h200.json
     PYTHONPATH=. python bench/linear.py --tune --output ...
+
+From PREFILL_TOKENS on ours is Mosaic GPU's product with its gate, on Hopper; other kinds have none.
 
 Each kernel is checked against plain JAX, then called with weights in turn that together exceed the
 L2 cache; times are the profiler's, medians of two passes. XLA's side is cuBLAS, with XLA's own
@@ -17,6 +21,7 @@ import dataclasses
 import functools
 import json
 import statistics
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,8 +33,9 @@ from jaxserve.bench.ceilings import copy_bandwidth
 from jaxserve.bench.environment import describe
 from jaxserve.bench.profile import trace
 from jaxserve.bench.timing import FLAG_OVER, spread_of
-from pallas_kernels.linear import reference, triton_kernel, tuning
+from pallas_kernels.linear import mosaic_gated, reference, triton_kernel, tuning
 
+WARM_UP_S = 1.0
 ROTATED_BYTES = 200e6
 ROUNDS = 8
 GAP_S = 0.4e-6
@@ -57,6 +63,10 @@ MANY_CUTS = [
 ]  # fmt: skip
 MANY_SPLITS = (1, 2, 4)
 """From MANY_TOKENS on."""
+PREFILL_TOKENS = 256
+PREFILL_CUTS = [
+    tuning.MosaicTiling(128, 128, 4, band, cluster) for band in (4, 8, 16) for cluster in (1, 2)
+] + [tuning.MosaicTiling(256, 64, 4, band=8, cluster=cluster) for cluster in (1, 2)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,15 +114,20 @@ class Timer:
         lowered = jax.jit(product).lower(self.x, self.weights[0])
         return lowered.compile({"xla_gpu_enable_triton_gemm": False})
 
-    def compiled(self, tiling: tuning.Tiling) -> Callable | None:
+    def compiled(self, tiling: tuning.Tiling | tuning.MosaicTiling) -> Callable | None:
         """Our call; None if it needs more shared memory than there is."""
-        call = self._compile(functools.partial(triton_kernel.linear, tiling=tiling, **self.options))
+        call = self._compile(
+            functools.partial(mosaic_gated.gated_linear, tiling=tiling)
+            if isinstance(tiling, tuning.MosaicTiling)
+            else functools.partial(triton_kernel.linear, tiling=tiling, **self.options)
+        )
         try:
             found = jax.block_until_ready(call(self.x, self.weights[0]))
         except jax.errors.JaxRuntimeError as error:
             print(self.product.name, tiling, str(error)[:120], flush=True)
             return None
-        error = jnp.linalg.norm(found.astype(jnp.float32).sum(0) - self.expected)
+        found = found.astype(jnp.float32).reshape(-1, *self.expected.shape).sum(0)
+        error = jnp.linalg.norm(found - self.expected)
         error = float(error / jnp.linalg.norm(self.expected))
         if not error < 2e-2:
             raise ValueError(f"{self.product.name}, {tiling}: relative error {error}")
@@ -130,7 +145,9 @@ class Timer:
                         done = call(self.x, weight)
             return done
 
-        jax.block_until_ready(run())
+        begin = time.monotonic()
+        while time.monotonic() - begin < WARM_UP_S:
+            jax.block_until_ready(run())
         times = [[] for _ in (*ours, self.by_xla)]
         for _ in range(2):
             durations = [event.duration_ns / 1e9 for event in trace(run)]
@@ -144,8 +161,15 @@ class Timer:
         return times
 
 
-def candidates(tune: bool, shape: tuning.Shape, capability: str) -> list[tuning.Tiling]:
+def candidates(
+    tune: bool, shape: tuning.Shape, capability: str
+) -> list[tuning.Tiling] | list[tuning.MosaicTiling]:
+    """The cuts to time: with `tune` all that may be the fastest, else the one chosen, or where that
+    is XLA's one to compare."""
     chosen = tuning.choose(capability, shape)
+    if shape.num_tokens >= PREFILL_TOKENS:
+        fitting = [cut for cut in PREFILL_CUTS if tuning.fits_mosaic(shape, cut)]
+        return fitting if tune else [chosen or fitting[0]]
     if not tune:
         return [chosen or tuning.DEFAULT]
     many = shape.num_tokens >= MANY_TOKENS
@@ -153,6 +177,10 @@ def candidates(tune: bool, shape: tuning.Shape, capability: str) -> list[tuning.
         return MANY_CUTS if many else CUTS
     cuts, numbers = (MANY_CUTS, MANY_SPLITS) if many else (PARTS_CUTS, SPLITS)
     return [dataclasses.replace(cut, splits=splits) for cut in cuts for splits in numbers]
+
+
+def tokens_of(entry: dict) -> int:
+    return entry["min_tokens"] if "min_tokens" in entry else entry["tile_tokens"]
 
 
 def main() -> None:
@@ -171,7 +199,7 @@ def main() -> None:
         for entry in json.loads(path.read_text())["entries"]
         if entry["compute_capability"] != capability
         or entry["kind"] not in args.kinds
-        or entry["tile_tokens"] not in args.tokens
+        or tokens_of(entry) not in args.tokens
     ]
     result = describe(threads=1) | {
         "benchmark": "linear",
@@ -181,6 +209,8 @@ def main() -> None:
     }
     for product in (p for p in PRODUCTS if p.kind in args.kinds):
         for num_tokens in args.tokens:
+            if num_tokens >= PREFILL_TOKENS and product.kind != "gated":
+                continue
             shape = tuning.Shape(
                 product.kind, num_tokens, product.out_size, product.in_size, "bfloat16"
             )
@@ -192,28 +222,40 @@ def main() -> None:
             *times, xla_times = timer.seconds([call for _, call in runs])
             best, (cut, _) = min(zip(times, runs, strict=True), key=lambda pair: min(pair[0]))
             spread = max(spread_of(best), spread_of(xla_times))
-            weight_bytes = 2 * product.out_size * product.in_size
+            values = product.out_size * product.in_size
+            kernel_s = min(best) - GAP_S
+            speed = (
+                {"tflop_per_s": round(2 * num_tokens * values / kernel_s / 1e12, 1)}
+                if num_tokens >= PREFILL_TOKENS
+                else {
+                    "of_copy_bandwidth": round(
+                        2 * values / kernel_s / result["copy_bytes_per_s"], 3
+                    )
+                }
+            )
             row = {
                 "product": product.name,
                 "num_tokens": num_tokens,
                 "time_us": round(1e6 * min(best), 2),
                 "xla_time_us": round(1e6 * min(xla_times), 2),
-                "of_copy_bandwidth": round(
-                    weight_bytes / (min(best) - GAP_S) / result["copy_bytes_per_s"], 3
-                ),
                 "tiling": dataclasses.asdict(cut),
                 "spread": spread,
                 "flagged": spread > FLAG_OVER,
-            }
+            } | speed
             print(json.dumps(row | {"all": [round(1e6 * min(t), 1) for t in times]}), flush=True)
             result["rows"].append(row)
             # After each row: a machine lent for minutes may go away.
             args.output.write_text(json.dumps(result, indent=2) + "\n")
             if args.tune:
+                tokens = (
+                    {"min_tokens": num_tokens}
+                    if num_tokens >= PREFILL_TOKENS
+                    else {"tile_tokens": shape.tile_tokens}
+                )
                 entries.append(
-                    {
-                        "compute_capability": capability,
-                        "tile_tokens": shape.tile_tokens,
+                    {"compute_capability": capability}
+                    | tokens
+                    | {
                         "kind": product.kind,
                         "out_size": product.out_size,
                         "in_size": product.in_size,

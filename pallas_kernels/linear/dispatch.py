@@ -25,17 +25,24 @@ def linear(
     silu(gate) * up (SwiGLU, arXiv:2002.05202), and P is O // 2. `impl`: "reference" is plain JAX,
     which leaves the product to XLA; "triton" reads the weight at the memory's speed where there
     are few tokens, on an NVIDIA GPU, and does as "reference" where `tuning.json` knows that to be
-    faster. Raises ValueError for another `impl`.
+    faster. For many tokens that is everywhere, but for gated products in the shapes and on the GPUs
+    that the file gives to Mosaic GPU. Raises ValueError for another `impl`.
     """
     out_dtype = jnp.dtype(out_dtype or x.dtype)
     tiling = _tiling(x, weight, "gated" if gated else "plain", impl)
-    if tiling is None:
-        return reference.linear(x, weight, gated=gated, out_dtype=out_dtype)
-    # Imported here so that machines without a GPU need no triton.
-    from pallas_kernels.linear import triton_kernel
+    # Imported where needed, so that machines without a GPU need no triton.
+    if isinstance(tiling, tuning.MosaicTiling) and out_dtype == x.dtype:
+        from pallas_kernels.linear import mosaic_gated
 
-    (product,) = triton_kernel.linear(x, weight, gated=gated, out_dtype=out_dtype, tiling=tiling)
-    return product
+        return mosaic_gated.gated_linear(x, weight, tiling=tiling)
+    if isinstance(tiling, tuning.Tiling):
+        from pallas_kernels.linear import triton_kernel
+
+        (product,) = triton_kernel.linear(
+            x, weight, gated=gated, out_dtype=out_dtype, tiling=tiling
+        )
+        return product
+    return reference.linear(x, weight, gated=gated, out_dtype=out_dtype)
 
 
 def linear_parts(
@@ -47,7 +54,7 @@ def linear_parts(
     its columns. `impl` is as for `linear`; "reference" makes one part.
     """
     tiling = _tiling(x, weight, "parts", impl)
-    if tiling is None:
+    if not isinstance(tiling, tuning.Tiling):
         return reference.linear(x, weight, gated=False, out_dtype=x.dtype)[None]
     from pallas_kernels.linear import triton_kernel
 
@@ -55,7 +62,9 @@ def linear_parts(
     return triton_kernel.linear(x, weight, gated=False, out_dtype=out_dtype, tiling=tiling)
 
 
-def _tiling(x: jax.Array, weight: jax.Array, kind: tuning.Kind, impl: Impl) -> tuning.Tiling | None:
+def _tiling(
+    x: jax.Array, weight: jax.Array, kind: tuning.Kind, impl: Impl
+) -> tuning.Tiling | tuning.MosaicTiling | None:
     """None: the product is XLA's."""
     if impl == "reference":
         return None

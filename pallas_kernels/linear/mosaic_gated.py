@@ -33,8 +33,7 @@ def gated_linear(
 ) -> BFloat16[Array, "T I"]:
     """silu(gate) * up of x @ weight.T, whose rows are all gates, then all ups; float32 until it is
     stored. See `tuning.fits_mosaic` for the shapes allowed."""
-    num_tokens, in_size = x.shape
-    out_size = len(weight) // 2
+    num_tokens, out_size = len(x), len(weight) // 2
     cluster, num_stages = tiling.cluster, tiling.num_stages
     tile_tokens, tile_out = tiling.tile_tokens, tiling.tile_out
     num_tiles = pl.cdiv(num_tokens, cluster * tile_tokens) * (out_size // tile_out)
@@ -109,21 +108,21 @@ class _Block:
     def place(self, i):
         """First token and first row of this block's tile i.
 
-        What blocks work on at a time is about as many tokens as rows, for the L2 cache: bands of
-        tokens are walked along the rows, and back in the next band.
+        Bands of tokens are walked along the rows, and back in the next band: so what all blocks
+        fetch at a time is about as many tokens as rows, and the L2 cache has most of it.
         """
         cluster = self.tiling.cluster
-        columns = self.out_size // self.tile_out
-        bands_rows = pl.cdiv(self.x.shape[0], cluster * self.tile_tokens)
+        num_columns = self.out_size // self.tile_out
+        height = self.num_tiles // num_columns
         tile = i * lax.axis_size("cluster") + lax.axis_index("cluster")
-        width = min(self.tiling.band, bands_rows)
-        band = lax.div(tile, width * columns)
-        in_band = lax.rem(tile, width * columns)
-        height = jnp.minimum(width, bands_rows - band * width)
-        column = lax.div(in_band, height)
-        column = jnp.where(lax.rem(band, 2) == 0, column, columns - 1 - column)
-        row = band * width + lax.rem(in_band, height)
-        token = (row * cluster + lax.axis_index("in_cluster")) * self.tile_tokens
+        band = lax.div(tile, self.tiling.band * num_columns)
+        top = band * self.tiling.band
+        band_height = jnp.minimum(self.tiling.band, height - top)
+        in_band = tile - top * num_columns
+        column = lax.div(in_band, band_height)
+        column = jnp.where(lax.rem(band, 2) == 0, column, num_columns - 1 - column)
+        tile_row = top + lax.rem(in_band, band_height)
+        token = (tile_row * cluster + lax.axis_index("in_cluster")) * self.tile_tokens
         return (
             pl.multiple_of(token, self.tile_tokens),
             pl.multiple_of(column * self.tile_out, self.tile_out),
@@ -166,10 +165,8 @@ class _Block:
 
         # A barrier may not go away with an arrival that nobody saw.
         for slot in range(self.tiling.num_stages):
-
-            @pl.when(self.num_own_tiles() * self.num_steps > slot)
-            def _():
-                plgpu.barrier_wait(self.free.at[slot])
+            used = self.num_own_tiles() * self.num_steps > slot
+            pl.when(used)(functools.partial(plgpu.barrier_wait, self.free.at[slot]))
 
     def compute(self, wg):
         plgpu.set_max_registers(232, action="increase")

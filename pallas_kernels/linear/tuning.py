@@ -1,7 +1,8 @@
-"""Which products with a weight are this project's own kernel's, and how it is cut.
+"""Which products with a weight are this project's own kernels', and how these are cut.
 
 `tuning.json` holds what `bench/linear.py --tune` measured to be the fastest; shapes that it does
-not know take the cut of the nearest that it knows, GPUs one that fits all.
+not know take the cut of the nearest that it knows. For few tokens GPUs that it does not know get
+one that fits all; for many the product is XLA's but where an entry has it otherwise.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ from typing import Literal
 Kind = Literal["plain", "gated", "parts"]
 
 MAX_TOKENS = 64
-"""With more a product is bound by arithmetic, not by reading the weight: XLA's are as good."""
+"""Of `triton_kernel`. With more a product is bound by arithmetic, not by reading the weight."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """How the kernel is cut; each program has all tokens."""
+    """How `triton_kernel` is cut; each program has all tokens."""
 
     tile_out: int
     """Rows of the weight (pairs of rows, if gated)."""
@@ -74,27 +75,61 @@ DEFAULT_FLOAT32 = Tiling(16, 32, 4, 3)
 """Both need less shared memory than the 99 KiB of compute capability 8.6 and 8.9."""
 
 
-def choose(compute_capability: str, shape: Shape) -> Tiling | None:
+def choose(compute_capability: str, shape: Shape) -> Tiling | MosaicTiling | None:
     """The fastest known cut for `shape` on a GPU of that compute capability, such as "9.0"; None:
     XLA's product is faster."""
-    if shape.num_tokens > MAX_TOKENS:
-        return None
-    if shape.dtype != "bfloat16":
-        return DEFAULT_FLOAT32
     known = [
         entry
         for entry in _table()
         if (entry["compute_capability"], entry["kind"]) == (compute_capability, shape.kind)
-        and (entry["tile_tokens"] == 1) == (shape.tile_tokens == 1)
     ]
-
-    def distance(entry: dict) -> tuple[float, float]:
-        names = ("out_size", "in_size", "tile_tokens")
-        out, columns, tokens = (abs(math.log(getattr(shape, n) / entry[n])) for n in names)
-        return tokens, out + columns
-
-    nearest = min(known, key=distance, default={"tiling": dataclasses.asdict(DEFAULT)})["tiling"]
+    if shape.num_tokens > MAX_TOKENS:
+        return _choose_mosaic([entry for entry in known if "min_tokens" in entry], shape)
+    if shape.dtype != "bfloat16":
+        return DEFAULT_FLOAT32
+    known = [
+        entry
+        for entry in known
+        if "tile_tokens" in entry and (entry["tile_tokens"] == 1) == (shape.tile_tokens == 1)
+    ]
+    nearest = min(
+        known,
+        key=lambda entry: (_apart(shape, entry, "tile_tokens"), _sizes_apart(shape, entry)),
+        default={"tiling": dataclasses.asdict(DEFAULT)},
+    )["tiling"]
     return nearest and Tiling(**nearest)
+
+
+def _choose_mosaic(known: list[dict], shape: Shape) -> MosaicTiling | None:
+    """By that entry of the nearest sizes that is for the most tokens, of those `shape` reaches."""
+    nearest = min((_sizes_apart(shape, entry) for entry in known), default=None)
+    entries = [
+        entry
+        for entry in known
+        if _sizes_apart(shape, entry) == nearest and entry["min_tokens"] <= shape.num_tokens
+    ]
+    entry = max(entries, key=lambda entry: entry["min_tokens"], default={"tiling": None})
+    tiling = entry["tiling"] and MosaicTiling(**entry["tiling"])
+    return tiling if tiling and fits_mosaic(shape, tiling) else None
+
+
+def _sizes_apart(shape: Shape, entry: dict) -> float:
+    return _apart(shape, entry, "out_size") + _apart(shape, entry, "in_size")
+
+
+def _apart(shape: Shape, entry: dict, name: str) -> float:
+    return abs(math.log(getattr(shape, name) / entry[name]))
+
+
+def fits_mosaic(shape: Shape, tiling: MosaicTiling) -> bool:
+    """Whether `mosaic_gated` can serve the shape at all."""
+    return (
+        shape.kind == "gated"
+        and shape.dtype == "bfloat16"
+        and shape.num_tokens % 8 == 0
+        and shape.in_size % MOSAIC_TILE_IN == 0
+        and shape.out_size % (2 * tiling.tile_out) == 0
+    )
 
 
 @functools.cache
