@@ -5,8 +5,8 @@ three warpgroups one fetches and two compute, with a queue of steps along the in
 them. The fetching one copies a tile of tokens, and a tile of gate rows with the up rows of the
 same places below it, by the TMA unit; it runs ahead, also into the next tile of the result. Each
 computing one multiplies its half of the tokens by all rows in one accumulator, so that a gate and
-what it lets through lie in the same thread: the result leaves as [T, I], and [T, 2 I] is never
-written. Blocks of one cluster have the same rows and share their copies.
+what it lets through lie in the same thread, and the product [T, O] is never written. Blocks of one
+cluster have the same rows and share their copies.
 """
 
 import dataclasses
@@ -29,10 +29,11 @@ _NUM_BLOCKS = 132
 # Jitted so that a model of many layers traces and lowers it once.
 @functools.partial(jax.jit, static_argnames="tiling")
 def gated_linear(
-    x: BFloat16[Array, "T K"], weight: BFloat16[Array, "2*I K"], *, tiling: MosaicTiling
-) -> BFloat16[Array, "T I"]:
-    """silu(gate) * up of x @ weight.T, whose rows are all gates, then all ups; float32 until it is
-    stored. See `tuning.fits_mosaic` for the shapes allowed."""
+    x: BFloat16[Array, "T I"], weight: BFloat16[Array, "O I"], *, tiling: MosaicTiling
+) -> BFloat16[Array, "T P"]:
+    """silu(gate) * up of x @ weight.T, in float32 until it is stored; the first half of the
+    weight's rows makes the gates, and P is O // 2. See `tuning.fits_mosaic` for the shapes allowed.
+    """
     num_tokens, out_size = len(x), len(weight) // 2
     cluster, num_stages = tiling.cluster, tiling.num_stages
     tile_tokens, tile_out = tiling.tile_tokens, tiling.tile_out
