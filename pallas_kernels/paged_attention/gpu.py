@@ -6,7 +6,7 @@ import jax
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.paged_attention import mosaic_prefill, triton_kernel
-from pallas_kernels.paged_attention.tiles import aligned_query_tiles, query_tiles
+from pallas_kernels.paged_attention.tiles import aligned_query_tiles, context_pieces, query_tiles
 from pallas_kernels.paged_attention.tuning import Choice, MosaicTiling
 
 
@@ -41,7 +41,7 @@ def paged_attention(
     only_decode = num_tokens <= num_rows
     num_tiles = min(num_tokens, num_rows)
     kv_cache, counters = triton_kernel.write_kv(
-        k, v, kv_cache, kv_slots, num_tiles * num_kv_heads if choice.decode.splits > 1 else 1
+        k, v, kv_cache, kv_slots, num_counters=num_tiles * num_kv_heads
     )
     tiles = query_tiles(
         **batch,
@@ -50,11 +50,14 @@ def paged_attention(
         tile_q=1,
         max_tiles=num_tiles,
     )
+    pieces = context_pieces(
+        tiles, choice.cut, tile_k=choice.decode.tile_k, sliding_window=sliding_window
+    )
     out = triton_kernel.attend(
         q,
         kv_cache,
         block_tables,
-        tiles,
+        pieces,
         counters,
         jax.ShapeDtypeStruct(q.shape, q.dtype),
         tiling=choice.decode,
