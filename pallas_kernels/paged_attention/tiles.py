@@ -79,12 +79,16 @@ def context_pieces(
     same = length[None, :] == length[:, None]
     before = longer | (same & (index[None, :] < index[:, None]))
     first = jnp.sum(jnp.where(before, num_pieces[None, :], 0), axis=1)
-    piece = jnp.arange(num_tiles + cut.max_shares(num_tiles), dtype=jnp.int32)[:, None]
-    mine = (first <= piece) & (piece < first + num_pieces)
-    tile = jnp.sum(jnp.where(mine, index, 0), axis=1)
-    pieces = jnp.stack([piece[:, 0] - first[tile], num_pieces[tile]], axis=1)
-    held = tiles[tile] * jnp.any(mine, axis=1)[:, None]
-    return jnp.concatenate([held, pieces], axis=1)
+    piece = jnp.arange(num_tiles + cut.max_shares(num_tiles), dtype=jnp.int32)
+    mine = (first <= piece[:, None]) & (piece[:, None] < first + num_pieces)
+    tile = jnp.sum(jnp.where(mine, index + 1, 0), axis=1) - 1  # -1 past the last piece
+    return jnp.concatenate(
+        [
+            jnp.where(tile[:, None] < 0, 0, tiles[tile]),
+            jnp.stack([piece - first[tile], num_pieces[tile]], axis=1),
+        ],
+        axis=1,
+    )
 
 
 def aligned_query_tiles(

@@ -233,46 +233,60 @@ def _attend(
     # Padding tokens saw nothing: zeros.
     total = tl.where(total == 0.0, 1.0, total)
     acc = acc / total[:, None]
-    out_pointers = out + head_row[:, None] * H + dim[None, :]
-    if num_pieces == 1:
-        tl.store(out_pointers, acc.to(out.dtype.element_ty), mask=q_mask)
-        return
+    if num_pieces > 1:
+        # A piece is of one query.
+        part = index * N + kv_head * G + lane
+        tl.store(parts + part[:, None] * H + dim[None, :], acc, mask=q_mask)
+        tl.store(lse + part, peak + tl.log2(total), mask=in_tile)
+        tl.debug_barrier()  # The whole program's stores, before one thread announces them.
+        before = tl.atomic_add(arrived + first * K + kv_head, 1, sem="acq_rel")
+        if before < num_pieces - 1:
+            return
+        acc = _merge(parts, lse, part - piece * N, num_pieces, in_tile, N, H, H_PAD, TILE_M)
+    tl.store(out + head_row[:, None] * H + dim[None, :], acc.to(out.dtype.element_ty), mask=q_mask)
 
-    # A piece is of one query.
-    part = index * N + kv_head * G + lane
-    tl.store(parts + part[:, None] * H + dim[None, :], acc, mask=q_mask)
-    tl.store(lse + part, peak + tl.log2(total), mask=in_tile)
-    tl.debug_barrier()  # The whole program's stores, before one thread announces them.
-    before = tl.atomic_add(arrived + first * K + kv_head, 1, sem="acq_rel")
-    if before < num_pieces - 1:
-        return
-    part -= piece * N
+
+@triton.jit
+def _merge(
+    parts,
+    lse,
+    part,
+    num_parts,
+    in_tile,
+    N: tl.constexpr,
+    H: tl.constexpr,
+    H_PAD: tl.constexpr,
+    TILE_M: tl.constexpr,
+):
+    """The attention over all parts of a context, of which `part` [TILE_M] are the first ones."""
+    dim = tl.arange(0, H_PAD)
+    mask = in_tile[:, None] & (dim < H)[None, :]
     peak = tl.full([TILE_M], float("-inf"), tl.float32)
     total = tl.zeros([TILE_M], tl.float32)
     acc = tl.zeros([TILE_M, H_PAD], tl.float32)
-    for base in range(0, num_pieces, 4):
-        # Some at a time, so that their loads wait together.
+    for base in range(0, num_parts, 4):
+        # Four at a time, so that their loads wait together.
         for i in tl.static_range(4):
             # Past L1, which need not see what other multiprocessors wrote.
-            exists = base + i < num_pieces
+            exists = base + i < num_parts
             other = part + (base + i) * N
             log = tl.load(
                 lse + other, mask=in_tile & exists, other=float("-inf"), cache_modifier=".cg"
             )
             values = tl.load(
                 parts + other[:, None] * H + dim[None, :],
-                mask=q_mask & exists,
+                mask=mask & exists,
                 other=0.0,
                 cache_modifier=".cg",
             )
+            # The first part exists, so there is a peak.
             new_peak = tl.maximum(peak, log)
             decay = tl.exp2(peak - new_peak)
             weight = tl.exp2(log - new_peak)
             total = total * decay + weight
             acc = acc * decay[:, None] + values * weight[:, None]
             peak = new_peak
-    acc = acc / total[:, None]
-    tl.store(out_pointers, acc.to(out.dtype.element_ty), mask=q_mask)
+    return acc / total[:, None]
 
 
 @triton.jit
