@@ -240,7 +240,7 @@ def _attend(
         tl.store(lse + part, peak + tl.log2(total), mask=in_tile)
         tl.debug_barrier()  # The whole program's stores, before one thread announces them.
         before = tl.atomic_add(arrived + first * K + kv_head, 1, sem="acq_rel")
-        if before < num_pieces - 1:
+        if before != num_pieces - 1:
             return
         acc = _merge(parts, lse, part - piece * N, num_pieces, in_tile, N, H, H_PAD, TILE_M)
     tl.store(out + head_row[:, None] * H + dim[None, :], acc.to(out.dtype.element_ty), mask=q_mask)
