@@ -94,6 +94,12 @@ def test_unequal_contexts_beside_a_prompt(make_case, attention_by_choice, num_sh
     case.check(*case.run(attention_by_choice(Choice(DECODE, PREFILL, shares(num_shares)))))
 
 
+def test_queries_of_one_row_in_pieces(make_case, attention_by_choice):
+    """Each query of a row is in pieces of its own."""
+    case = make_case([(3, 130), (4, 300)], padding_rows=7, padding_tokens=1)
+    case.check(*case.run(attention_by_choice(Choice(DECODE, PREFILL, shares(20)))))
+
+
 def decode_tiles(contexts, num_unused=0):
     """The tiles of decode rows; a context of 0 is a padding token."""
     tiles = np.array([(i, i, 1, n - 1) for i, n in enumerate(contexts)] + [(0,) * 4] * num_unused)
