@@ -61,8 +61,8 @@ def context_pieces(
     end = jnp.maximum(position + count, 0)
     steps = jnp.where(used, lax.div(end + (tile_k - 1), tile_k) - lax.div(begin, tile_k), 0)
 
-    # A share is what each of `num_shares` pieces would get if contexts did not end: so rounding
-    # up adds less than a piece for each context.
+    # Rounding up adds less than a piece to each context, so all together have fewer than contexts
+    # plus shares.
     num_contexts = jnp.sum(steps > 0, dtype=jnp.int32)
     num_shares = jnp.where(
         num_contexts < cut.few_rows,

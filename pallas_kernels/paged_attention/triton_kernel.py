@@ -317,18 +317,17 @@ def _walk(
 
     Positions outside begin .. end - 1 are not read. Where not MASKED, every query sees them all.
     """
-    step = tl.arange(0, TILE_K)
     dim = tl.arange(0, H_PAD)
     in_dim = (dim < H)[None, :]
-    key = first_tile * TILE_K + step
+    key = first_tile * TILE_K + tl.arange(0, TILE_K)
     block = tl.load(table + key // S, mask=(begin <= key) & (key < end), other=0)
-    for i in range(first_tile, end_tile):
-        key = i * TILE_K + step
+    for _ in range(first_tile, end_tile):
         # The next block ids come in while this tile is worked on.
         later = key + TILE_K
         next_block = tl.load(table + later // S, mask=(begin <= later) & (later < end), other=0)
 
-        page = (block.to(tl.int64) * (2 * K) * S + key % S) * H
+        # Not key % S: a key of unknown sign would take many more registers.
+        page = (block.to(tl.int64) * (2 * K) * S + (key & (S - 1))) * H
         pointers = pages + page[:, None] + dim[None, :]
         in_span = (begin <= key) & (key < end)
         if MASKED:
@@ -358,5 +357,5 @@ def _walk(
         acc = acc * decay[:, None]
         acc = tl.dot(weights.to(values.dtype), values, acc, input_precision=PRECISION)
         peak = new_peak
-        block = next_block
+        block, key = next_block, later
     return peak, total, acc

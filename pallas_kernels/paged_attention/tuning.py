@@ -54,7 +54,7 @@ class ContextCut:
     shares_per_4_rows: int = _SHARES_PER_4_ROWS
     """With 4 or more, even contexts of one length are cut."""
     min_steps: int = _MIN_STEPS
-    """Steps of `tile_k` that a share is rounded up to."""
+    """A share is at least so many steps of `tile_k`."""
 
     def max_shares(self, max_rows: int) -> int:
         """The most shares that up to `max_rows` rows have."""
