@@ -28,12 +28,11 @@ from jaxserve.engine.programs import (
     token_masks_shape,
     use_compilation_cache,
 )
-from jaxserve.engine.step import StepOutput
+from jaxserve.engine.state import StateSizes, StepState, bytes_beside_kv_cache, new_state
 from jaxserve.model.attention import AttentionImpl
 from jaxserve.model.definition import ModelDefinition
 from jaxserve.model.loader import load_model_params, read_config
 from jaxserve.model.resolve import resolve_model
-from jaxserve.sampling import SlotState, new_slot_state
 from jaxserve.text.tokenizer import Tokenizer
 from scheduler import SchedulerConfig
 from sharding import make_mesh
@@ -66,8 +65,9 @@ class EngineParts:
     host_input: NamedSharding
     """Where a packed batch goes."""
     params: Any
-    kv_caches: tuple[jax.Array, ...]
-    slots: SlotState
+    state: StepState | None
+    """None when closed."""
+    sizes: StateSizes
     phases_s: dict[str, float]
 
     def num_decode_steps(self, num_running: int) -> int:
@@ -84,26 +84,20 @@ class EngineParts:
         """(the program of a dispatch, yet to be compiled; how many steps it takes): each step of so
         many tokens, and all of them of decode rows, or not."""
         num_steps = self.num_decode_steps(num_tokens) if decode else 1
-        config, mesh = self.scheduler_config, self.replicated.mesh
+        mesh = self.replicated.mesh
         layout = self.programs.layouts[pick_bucket(self.buckets, num_tokens)]
-        lowered = lower_step(
-            self.definition, mesh, layout, num_steps, config.num_blocks, config.max_num_seqs
-        )
-        return lowered, num_steps
+        return lower_step(self.definition, mesh, layout, num_steps, self.sizes), num_steps
 
     def make_state(self) -> None:
-        """Make the KV cache and the slots' state anew, empty."""
-        config, mesh = self.scheduler_config, self.replicated.mesh
-        self.kv_caches = self.definition.init_kv_caches(config.num_blocks, config.block_size, mesh)
-        vocab_size = self.definition.config.vocab_size
-        self.slots = _make_slots(config.max_num_seqs, vocab_size, self.replicated)
+        """Anew, of no request."""
+        self.state = new_state(self.definition, self.replicated.mesh, self.sizes)
 
     def free(self) -> None:
         """Delete the device arrays."""
         masks = tuple(self.no_masks.values())
-        for array in jax.tree.leaves((self.params, self.kv_caches, self.slots, masks)):
+        for array in jax.tree.leaves((self.params, self.state, masks)):
             array.delete()
-        self.params, self.kv_caches, self.slots, self.no_masks = None, (), None, {}
+        self.params, self.state, self.no_masks = None, None, {}
 
 
 class _Phases:
@@ -177,7 +171,7 @@ def start(config: EngineConfig) -> EngineParts:
             config.kv_cache_memory_bytes,
             config.gpu_memory_utilization,
             weight_bytes,
-            temp_bytes,
+            temp_bytes + state_bytes,
         )
         return num_kv_blocks(budget, bytes_per_block, config.block_size, max_model_len)
 
@@ -186,23 +180,24 @@ def start(config: EngineConfig) -> EngineParts:
             params = load_model_params(folder, definition, mesh, config.load_format, config.seed)
             return jax.block_until_ready(params)
 
-    def compiled(num_blocks: int) -> Programs:
-        return compile_programs(
-            definition,
-            mesh,
-            layouts,
+    def sizes_of(num_blocks: int) -> StateSizes:
+        return StateSizes(
             num_blocks,
+            config.block_size,
             max_num_seqs,
-            config.max_logprobs,
+            max_num_batched_tokens,
             steps_per_dispatch,
-            cache,
         )
 
-    slots = jax.block_until_ready(_make_slots(max_num_seqs, model_config.vocab_size, replicated))
+    def compiled(num_blocks: int) -> Programs:
+        sizes = sizes_of(num_blocks)
+        return compile_programs(definition, mesh, layouts, sizes, config.max_logprobs, cache)
+
     weight_bytes = definition.param_bytes(mesh)
     steps_per_dispatch = config.num_scheduler_steps or (
         _scheduler_steps(weight_bytes) if on_gpu else 1
     )
+    state_bytes = bytes_beside_kv_cache(definition, sizes_of(0))
     scratch_bytes = _expected_scratch_bytes(definition, buckets[-1])
     # A cache that cannot fit is refused before anything is loaded.
     num_blocks = blocks_beside(scratch_bytes)
@@ -219,16 +214,17 @@ def start(config: EngineConfig) -> EngineParts:
         params = loading.result()
 
     with phase("warm_up"):
-        kv_caches = definition.init_kv_caches(num_blocks, config.block_size, mesh)
+        sizes = sizes_of(num_blocks)
+        state = new_state(definition, mesh, sizes)
         host_input = input_sharding(mesh)
         no_masks = _make_no_masks(buckets, model_config.vocab_size, replicated)
 
-        def launch(step: Callable, bucket: Bucket) -> StepOutput:
-            """The padding batch."""
-            nonlocal kv_caches, slots
+        def launch(step: Callable, bucket: Bucket) -> jax.Array:
+            """The padding batch; what it returns is ready when the device is done."""
+            nonlocal state
             packed = jax.device_put(padding_batch(layouts[bucket]), host_input)
-            kv_caches, slots, output = step(params, kv_caches, slots, packed, no_masks[bucket])
-            return output
+            state = step(params, state, packed, no_masks[bucket])
+            return programs.copy(state.output.token_ids)
 
         def device_time_s(step: Callable, bucket: Bucket) -> float:
             """Of a dispatch whose launch need not be waited for, since one before it runs."""
@@ -272,8 +268,8 @@ def start(config: EngineConfig) -> EngineParts:
         replicated=replicated,
         host_input=host_input,
         params=params,
-        kv_caches=kv_caches,
-        slots=slots,
+        state=state,
+        sizes=sizes,
         phases_s=phase.seconds,
     )
 
@@ -288,10 +284,6 @@ def _scheduler_steps(weight_bytes: int) -> int:
     """How many decode steps, a power of two, fit into MAX_DISPATCH_S: each reads all weights."""
     longest = MAX_DISPATCH_S * READ_BYTES_PER_S / weight_bytes
     return min(1 << max(int(longest).bit_length() - 1, 0), MAX_SCHEDULER_STEPS)
-
-
-def _make_slots(max_num_seqs: int, vocab_size: int, sharding: NamedSharding) -> SlotState:
-    return jax.jit(lambda: new_slot_state(max_num_seqs, vocab_size), out_shardings=sharding)()
 
 
 def _expected_scratch_bytes(definition: ModelDefinition, largest: Bucket) -> int:
