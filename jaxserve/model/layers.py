@@ -23,7 +23,7 @@ from jaxserve.model.rope import RopeAngles
 from jaxserve.model.sizes import GlobalSizes
 from pallas_kernels import linear as kernels
 from pallas_kernels.add_rms_norm import add_rms_norm
-from pallas_kernels.qkv_rope import qkv_rope
+from pallas_kernels.rope_and_write_kv import rope_and_write_kv
 from sharding import all_gather, all_reduce, num_shards, shard_index
 
 
@@ -77,7 +77,7 @@ class RMSNorm(nnx.Module):
 
 
 class HeadNorm(nnx.Module):
-    """The weight of a norm of each head; `qkv_rope` applies it."""
+    """The weight of a norm of each head; `rope_and_write_kv` applies it."""
 
     def __init__(self, head_dim: int, dtype: jnp.dtype) -> None:
         self.weight = nnx.Param(jnp.zeros((head_dim,), dtype))
@@ -155,21 +155,21 @@ class Attention(nnx.Module):
         impl = kernel_impl(self.impl)
         weight = self.qkv.weight[...]
         parts = kernels.linear_parts(x, weight.reshape(-1, weight.shape[-1]), impl=impl)
-        q, k, v = qkv_rope(
+        q, kv_cache, counters = rope_and_write_kv(
             parts.reshape(len(parts), len(x), *weight.shape[:-1]),
             None if self.qkv.bias is None else self.qkv.bias[...],
             None if self.q_norm is None else self.q_norm.weight[...],
             None if self.k_norm is None else self.k_norm.weight[...],
             *angles,
+            kv_cache,
+            batch.kv_slots,
             eps=self.norm_eps,
-            dtype=x.dtype,
             impl=impl,
         )
-        attended, kv_cache = attend(
+        attended = attend(
             q,
-            k,
-            v,
             kv_cache,
+            counters,
             batch,
             scale=q.shape[-1] ** -0.5,
             sliding_window=self.sliding_window,

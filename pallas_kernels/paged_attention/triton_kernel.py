@@ -1,10 +1,9 @@
 """Paged attention in Triton, for NVIDIA GPUs of compute capability 8.0 and later.
 
-`_write_kv` scatters the new keys and values into the cache. `_attend` gives one program the tile
-of queries that share a kv head, `TILE_Q` tokens by G heads packed into the rows of the matrix
-products, and walks their context through the block table with an online softmax. A decode row may
-be cut into pieces of context, a program each; the last of them to finish merges their parts
-(flash-decoding, in one launch).
+A program has a tile of queries that share a kv head, `TILE_Q` tokens by G heads packed into the
+rows of the matrix products, and walks their context through the block table with an online softmax.
+A decode row may be cut into pieces of context, a program each; the last of them to finish merges
+their parts (flash-decoding, in one launch).
 """
 
 import math
@@ -19,41 +18,12 @@ from pallas_kernels.triton_import import jax_triton, tl, triton
 _LOG2E = math.log2(math.e)
 
 
-def write_kv(
-    k: Float[Array, "T K H"],
-    v: Float[Array, "T K H"],
-    kv_cache: Float[Array, "P K 2 S H"],
-    kv_slots: Int32[Array, "T"],
-    num_counters: int,
-) -> tuple[Float[Array, "P K 2 S H"], Int32[Array, "C"]]:
-    """Write each token's key and value to its slot; also returns `num_counters` zeros."""
-    num_kv_heads, _, block_size, head_dim = kv_cache.shape[1:]
-    cache = jax.new_ref(kv_cache)
-    (counters,) = jax_triton.triton_call(
-        k,
-        v,
-        kv_slots,
-        cache,
-        num_counters,
-        kernel=_write_kv,
-        out_type=(jax.ShapeDtypeStruct((num_counters,), jnp.int32),),
-        grid=(k.shape[0],),
-        num_warps=1,
-        K=num_kv_heads,
-        K_PAD=triton.next_power_of_2(num_kv_heads),
-        S=block_size,
-        H=head_dim,
-        H_PAD=triton.next_power_of_2(head_dim),
-    )
-    return jax.freeze(cache), counters
-
-
 def attend(
     q: Float[Array, "T N H"],
     kv_cache: Float[Array, "P K 2 S H"],
     block_tables: Int32[Array, "B M"],
     tiles: Int32[Array, "W 4"] | Int32[Array, "W 6"],
-    counters: Int32[Array, "C"] | None,
+    counters: Int32[Array, "T K"] | None,
     out: jax.Ref | jax.ShapeDtypeStruct,
     *,
     scale: float,
@@ -62,9 +32,7 @@ def attend(
 ) -> Float[Array, "T N H"] | None:
     """Attention of the tiles' queries (see `query_tiles`), into `out` or a new array like it.
 
-    With `counters`, the tiles are `context_pieces` instead. It holds a zero, which no other call
-    uses, for each kv head of each query that some piece holds: C is at least K times the last of
-    these queries plus one.
+    With `counters`, zeros that no other call uses, the tiles are `context_pieces` instead.
     """
     num_heads, head_dim = q.shape[1:]
     num_kv_heads, _, block_size = kv_cache.shape[1:4]
@@ -104,34 +72,6 @@ def attend(
         PRECISION="ieee" if q.dtype == jnp.float32 else "tf32",
     )
     return None if in_place else results[0]
-
-
-@triton.jit
-def _write_kv(
-    k,
-    v,
-    slots,
-    cache,
-    num_counters,
-    counters,
-    K: tl.constexpr,
-    K_PAD: tl.constexpr,
-    S: tl.constexpr,
-    H: tl.constexpr,
-    H_PAD: tl.constexpr,
-):
-    """Scatter one token's keys and values; clear the counters that `_attend` is to count with."""
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + token).to(tl.int64)
-    head = tl.arange(0, K_PAD)[:, None]
-    dim = tl.arange(0, H_PAD)[None, :]
-    mask = (head < K) & (dim < H)
-    source = (token * K + head) * H + dim
-    target = ((slot // S * K + head) * 2 * S + slot % S) * H + dim
-    tl.store(cache + target, tl.load(k + source, mask=mask), mask=mask)
-    tl.store(cache + target + S * H, tl.load(v + source, mask=mask), mask=mask)
-    counter = token * K + tl.arange(0, K_PAD)
-    tl.store(counters + counter, 0, mask=(tl.arange(0, K_PAD) < K) & (counter < num_counters))
 
 
 @triton.jit

@@ -55,7 +55,7 @@ def test_cuts(make_case, attention_by_choice, name, window, dtype):
         needles=window is None,
         **sizes,
     )
-    case.check(*case.run(attention_by_choice(CUTS[name])))
+    case.check(case.run(attention_by_choice(CUTS[name])))
 
 
 # In steps of 32 keys: ends of steps and of pieces, a step more and less, and one very long.
@@ -75,7 +75,7 @@ def test_unequal_contexts(make_case, attention_by_choice, num_shares, window):
         padding_tokens=3,
         needles=window is None,
     )
-    case.check(*case.run(attention_by_choice(Choice(DECODE, PREFILL, shares(num_shares)))))
+    case.check(case.run(attention_by_choice(Choice(DECODE, PREFILL, shares(num_shares)))))
 
 
 @pytest.mark.parametrize("padding", [0, 5])
@@ -84,20 +84,20 @@ def test_one_row_in_pieces(make_case, attention_by_choice, context, padding):
     case = make_case(
         [(1, context)], num_decode=1, padding_rows=padding, padding_tokens=padding, needles=True
     )
-    case.check(*case.run(attention_by_choice(Choice(DECODE, PREFILL, shares(5)))))
+    case.check(case.run(attention_by_choice(Choice(DECODE, PREFILL, shares(5)))))
 
 
 @pytest.mark.parametrize("num_shares", [1, 24])
 def test_unequal_contexts_beside_a_prompt(make_case, attention_by_choice, num_shares):
     rows = [(1, context) for context in SKEWED] + [(40, 90)]
     case = make_case(rows, num_decode=len(SKEWED), padding_rows=3, padding_tokens=6)
-    case.check(*case.run(attention_by_choice(Choice(DECODE, PREFILL, shares(num_shares)))))
+    case.check(case.run(attention_by_choice(Choice(DECODE, PREFILL, shares(num_shares)))))
 
 
 def test_queries_of_one_row_in_pieces(make_case, attention_by_choice):
     """Each query of a row is in pieces of its own."""
     case = make_case([(3, 130), (4, 300)], padding_rows=7, padding_tokens=1)
-    case.check(*case.run(attention_by_choice(Choice(DECODE, PREFILL, shares(20)))))
+    case.check(case.run(attention_by_choice(Choice(DECODE, PREFILL, shares(20)))))
 
 
 def decode_tiles(contexts, num_unused=0):
@@ -180,7 +180,7 @@ def test_mosaic_prefill_interpreted(make_case, mosaic_interpreted, window):
         padding_rows=1,
         padding_tokens=4,
     )
-    case.check(*case.run(mosaic_interpreted))
+    case.check(case.run(mosaic_interpreted))
 
 
 def test_aligned_tiles_hold_each_query_once():
