@@ -1,5 +1,6 @@
 """The entry point of products with a weight."""
 
+from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -25,24 +26,15 @@ def linear(
     silu(gate) * up (SwiGLU, arXiv:2002.05202), and P is O // 2. `impl`: "reference" is plain JAX,
     which leaves the product to XLA; "triton" reads the weight at the memory's speed where there
     are few tokens, on an NVIDIA GPU, and does as "reference" where `tuning.json` knows that to be
-    faster. For many tokens that is everywhere, but for gated products in the shapes and on the GPUs
-    that the file gives to Mosaic GPU. Raises ValueError for another `impl`.
+    faster. For many tokens that is everywhere, but in the shapes and on the GPUs that the file
+    gives to Mosaic GPU. Raises ValueError for another `impl`.
     """
     out_dtype = jnp.dtype(out_dtype or x.dtype)
     tiling = _tiling(x, weight, "gated" if gated else "plain", impl)
-    # Imported where needed, so that machines without a GPU need no triton.
-    if isinstance(tiling, tuning.MosaicTiling) and out_dtype == x.dtype:
-        from pallas_kernels.linear import mosaic_gated
-
-        return mosaic_gated.gated_linear(x, weight, tiling=tiling)
-    if isinstance(tiling, tuning.Tiling):
-        from pallas_kernels.linear import triton_kernel
-
-        (product,) = triton_kernel.linear(
-            x, weight, gated=gated, out_dtype=out_dtype, tiling=tiling
-        )
-        return product
-    return reference.linear(x, weight, gated=gated, out_dtype=out_dtype)
+    if tiling is None:
+        return reference.linear(x, weight, gated=gated, out_dtype=out_dtype)
+    (product,) = _kernel(tiling)(x, weight, gated=gated, out_dtype=out_dtype, tiling=tiling)
+    return product
 
 
 def linear_parts(
@@ -54,12 +46,21 @@ def linear_parts(
     its columns. `impl` is as for `linear`; "reference" makes one part.
     """
     tiling = _tiling(x, weight, "parts", impl)
-    if not isinstance(tiling, tuning.Tiling):
+    if tiling is None:
         return reference.linear(x, weight, gated=False, out_dtype=x.dtype)[None]
+    out_dtype = jnp.dtype(jnp.float32) if tiling.splits > 1 else x.dtype
+    return _kernel(tiling)(x, weight, gated=False, out_dtype=out_dtype, tiling=tiling)
+
+
+def _kernel(tiling: tuning.Tiling | tuning.MosaicTiling) -> Callable[..., jax.Array]:
+    # Imported where needed, so that machines without a GPU need no triton.
+    if isinstance(tiling, tuning.MosaicTiling):
+        from pallas_kernels.linear import mosaic_kernel
+
+        return mosaic_kernel.linear
     from pallas_kernels.linear import triton_kernel
 
-    out_dtype = jnp.dtype(jnp.float32) if tiling.splits > 1 else x.dtype
-    return triton_kernel.linear(x, weight, gated=False, out_dtype=out_dtype, tiling=tiling)
+    return triton_kernel.linear
 
 
 def _tiling(

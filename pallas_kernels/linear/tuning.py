@@ -49,25 +49,35 @@ class Tiling:
 
 
 MOSAIC_TILE_IN = 64
-"""Columns of one step of `mosaic_gated`: 128 bytes, a row of the swizzle."""
+"""Columns of one step of `mosaic_kernel`: 128 bytes, a row of the swizzle."""
+_MOSAIC_OUT_BYTES = 32 * 1024
+"""Of the shared memory through which a tile of the result goes, in pieces if it is larger."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MosaicTiling:
-    """How `mosaic_gated` is cut."""
+    """How `mosaic_kernel` is cut."""
 
     tile_tokens: int
     """Of one block of threads: 128 or 256, for two warpgroups."""
     tile_out: int
-    """Pairs of rows of the weight. With `tile_tokens` / 2 by twice this in float32 in its
-    registers a warpgroup has room for 64 * 256 sums."""
+    """Rows of the weight (pairs of rows, if gated): a multiple of 8 for each block of a cluster
+    that shares them. A warpgroup sums up `tile_tokens` / 2 by as many as there are, at most 256, in
+    float32 in its registers, which have room for 64 * 256."""
     num_stages: int
     """Steps in shared memory."""
-    band: int
-    """Tiles of tokens (pairs of tiles, in clusters of 2) that are walked along the rows at a
-    time."""
-    cluster: int
-    """Blocks that have the same rows and fetch each row once: 1 or 2."""
+    band: int = 1
+    """Tiles of tokens (as many as a cluster has, if it shares rows) that are walked along the rows
+    at a time."""
+    cluster: int = 1
+    """Blocks that fetch once what they share: tokens where a tile holds all, else rows."""
+    splits: int = 1
+    """Blocks that share the columns of a row; of kind "parts"."""
+
+    def out_columns(self, itemsize: int) -> int:
+        """Of a tile of the result that leave shared memory at a time."""
+        num_bytes = self.tile_tokens * self.tile_out * itemsize
+        return self.tile_out // math.ceil(num_bytes / _MOSAIC_OUT_BYTES)
 
 
 DEFAULT = Tiling(16, 128, 4, 3)
@@ -122,13 +132,13 @@ def _apart(shape: Shape, entry: dict, name: str) -> float:
 
 
 def fits_mosaic(shape: Shape, tiling: MosaicTiling) -> bool:
-    """Whether `mosaic_gated` can serve the shape at all."""
+    """Whether `mosaic_kernel` can serve the shape at all."""
+    num_outputs = shape.out_size // 2 if shape.kind == "gated" else shape.out_size
     return (
-        shape.kind == "gated"
-        and shape.dtype == "bfloat16"
+        shape.dtype == "bfloat16"
         and shape.num_tokens % 8 == 0
-        and shape.in_size % MOSAIC_TILE_IN == 0
-        and shape.out_size % (2 * tiling.tile_out) == 0
+        and num_outputs % 64 == 0
+        and shape.in_size % (tiling.splits * MOSAIC_TILE_IN) == 0
     )
 
 
