@@ -177,7 +177,7 @@ TABLES: dict[str, Callable[..., Table]] = {
     "paged_attention_h200": paged_attention,
     "latency-*": latency,
     "linear_h200": linear,
-    "linear_prefill_h200": linear,
+    "linear_many_h200": linear,
     "step_report-*": step_reports,
     "launch_overhead": launch_overhead,
 }

@@ -38,7 +38,7 @@ def linear(
 ) -> Float[Array, "S T P"]:
     """As `triton_kernel.linear`. See `tuning.fits_mosaic` for the shapes allowed."""
     out_size = len(weight) // 2 if gated else len(weight)
-    tiles = _Tiles(len(x), out_size, tiling)
+    tiles = Tiles(len(x), out_size, tiling)
     tile_tokens, num_stages, cluster = tiling.tile_tokens, tiling.num_stages, tiling.cluster
     tile_rows = 2 * tiling.tile_out if gated else tiling.tile_out
 
@@ -87,7 +87,7 @@ def _swizzled(shape: tuple[int, ...], dtype: jnp.dtype) -> pl.MemoryRef:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Tiles:
+class Tiles:
     """The tiles of the result, and the order in which clusters make them; those of a cluster's
     blocks count as one."""
 
@@ -164,7 +164,7 @@ class _Block:
     """[warpgroups, tokens of one, columns of the result]: results on their way out."""
     ready: jax.Ref
     free: jax.Ref
-    tiles: _Tiles
+    tiles: Tiles
     gated: bool
 
     def __post_init__(self):

@@ -2,7 +2,8 @@
 
 `tuning.json` holds what `bench/linear.py --tune` measured to be the fastest; shapes that it does
 not know take the cut of the nearest that it knows. For few tokens GPUs that it does not know get
-one that fits all; for many the product is XLA's but where an entry has it otherwise.
+one that fits all; for many the product is XLA's but where an entry of about its size has it
+otherwise.
 """
 
 import dataclasses
@@ -80,6 +81,9 @@ class MosaicTiling:
         return self.tile_out // math.ceil(num_bytes / _MOSAIC_OUT_BYTES)
 
 
+_FAR = math.log(5)
+"""From here on an entry for many tokens says nothing: how well its tiles fill a GPU is another
+matter. A quarter of the rows is near, or half of the rows and of the columns."""
 DEFAULT = Tiling(16, 128, 4, 3)
 DEFAULT_FLOAT32 = Tiling(16, 32, 4, 3)
 """Both need less shared memory than the 99 KiB of compute capability 8.6 and 8.9."""
@@ -112,7 +116,9 @@ def choose(compute_capability: str, shape: Shape) -> Tiling | MosaicTiling | Non
 
 def _choose_mosaic(known: list[dict], shape: Shape) -> MosaicTiling | None:
     """By that entry of the nearest sizes that is for the most tokens, of those `shape` reaches."""
-    nearest = min((_sizes_apart(shape, entry) for entry in known), default=None)
+    nearest = min((_sizes_apart(shape, entry) for entry in known), default=math.inf)
+    if nearest > _FAR:
+        return None
     entries = [
         entry
         for entry in known
