@@ -103,11 +103,7 @@ def _deepest(
         return None
     cut = tuning.MosaicTiling(tile_tokens, tile_out, 3, BAND, cluster, splits)
     itemsize = product.out_dtype(splits).itemsize
-    columns = cut.out_columns(itemsize)
-    # The pieces in which a tile leaves are alike, and swizzled by 32 bytes at least.
-    if tile_out % columns or columns * itemsize % 32:
-        return None
-    room = SHARED_MEMORY - tile_tokens * columns * itemsize
+    room = SHARED_MEMORY - tile_tokens * cut.out_columns(itemsize) * itemsize
     num_stages = min(room // (2 * tuning.MOSAIC_TILE_IN * (tile_tokens + rows)), MAX_STAGES)
     return dataclasses.replace(cut, num_stages=num_stages) if num_stages >= 3 else None
 

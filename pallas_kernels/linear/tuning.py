@@ -62,9 +62,9 @@ class MosaicTiling:
     tile_tokens: int
     """Of one block of threads: 128 or 256, for two warpgroups."""
     tile_out: int
-    """Rows of the weight (pairs of rows, if gated): a multiple of 8 for each block of a cluster
-    that shares them. A warpgroup sums up `tile_tokens` / 2 by as many as there are, at most 256, in
-    float32 in its registers, which have room for 64 * 256."""
+    """Rows of the weight (pairs of rows, if gated), a multiple of 16. There are at most 256 rows,
+    and `tile_tokens` / 2 by as many sums in float32 in the registers of a warpgroup, which have
+    room for 64 * 256."""
     num_stages: int
     """Steps in shared memory."""
     band: int = 1
@@ -76,9 +76,15 @@ class MosaicTiling:
     """Blocks that share the columns of a row; of kind "parts"."""
 
     def out_columns(self, itemsize: int) -> int:
-        """Of a tile of the result that leave shared memory at a time."""
-        num_bytes = self.tile_tokens * self.tile_out * itemsize
-        return self.tile_out // math.ceil(num_bytes / _MOSAIC_OUT_BYTES)
+        """Of a tile of the result that leave shared memory at a time: in pieces that are alike, and
+        as wide as one of the swizzles (32 bytes) or several."""
+        return max(
+            columns
+            for columns in range(8, self.tile_out + 1, 8)
+            if self.tile_out % columns == 0
+            and columns * itemsize % 32 == 0
+            and self.tile_tokens * columns * itemsize <= _MOSAIC_OUT_BYTES
+        )
 
 
 _FAR = math.log(5)

@@ -1,5 +1,5 @@
-"""The gated product of many tokens by Mosaic GPU: on a GPU of compute capability 9.0, and at small
-sizes in Pallas' interpreter."""
+"""Products of many tokens by Mosaic GPU: on a GPU of compute capability 9.0, and at small sizes in
+Pallas' interpreter."""
 
 import dataclasses
 import json
@@ -11,43 +11,52 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.linear import linear, mosaic_gated, tuning
+from pallas_kernels.linear import linear, linear_parts, mosaic_kernel, tuning
 from pallas_kernels.linear.tuning import MosaicTiling
 
-TILINGS = {
-    "wide": MosaicTiling(128, 128, num_stages=4, band=8, cluster=1),
-    "wide, shared": MosaicTiling(128, 128, num_stages=4, band=3, cluster=2),
-    "tall": MosaicTiling(256, 64, num_stages=4, band=2, cluster=1),
-    "tall, shared": MosaicTiling(256, 64, num_stages=3, band=4, cluster=2),
-    "small, shared": MosaicTiling(128, 64, num_stages=6, band=16, cluster=2),
-}
 SHARED_MEMORY = 227 * 1024
 """Of one block of threads, in bytes."""
 
 
 def arguments(num_tokens: int, out_size: int, in_size: int) -> tuple[jax.Array, jax.Array]:
+    """Sizes as the weight has them."""
     x_key, weight_key = jax.random.split(jax.random.key(num_tokens))
     x = jax.random.normal(x_key, (num_tokens, in_size), jnp.bfloat16)
     # As large as trained ones: so gates are neither open nor shut.
-    weight = jax.random.normal(weight_key, (2 * out_size, in_size)) * in_size**-0.5
+    weight = jax.random.normal(weight_key, (out_size, in_size)) * in_size**-0.5
     return x, weight.astype(jnp.bfloat16)
 
 
-def check(found: jax.Array, x: jax.Array, weight: jax.Array) -> None:
+def check(found: jax.Array, x: jax.Array, weight: jax.Array, *, gated: bool) -> None:
     """Each token's outputs and each output's tokens are right."""
-    expected = linear(*(a.astype(jnp.float32) for a in (x, weight)), gated=True, impl="reference")
-    assert found.dtype == jnp.bfloat16
+    wide = (a.astype(jnp.float32) for a in (x, weight))
+    expected = linear(*wide, gated=gated, impl="reference")
     assert found.shape == expected.shape
     assert jnp.isfinite(found).all()
+    tolerance = 5e-3 if found.dtype == jnp.bfloat16 else 1e-4
     for axis in range(2):
         error = jnp.linalg.norm(found.astype(jnp.float32) - expected, axis=axis)
-        wrong = np.flatnonzero(error > 5e-3 * jnp.linalg.norm(expected, axis=axis))
+        wrong = np.flatnonzero(error > tolerance * jnp.linalg.norm(expected, axis=axis))
         assert not len(wrong), f"along axis {axis}: {wrong[:8].tolist()} and others are wrong"
+
+
+def check_kernel(
+    kind: tuning.Kind, tiling: MosaicTiling, sizes: tuple[int, int, int], out_dtype: str
+) -> None:
+    assert tuning.fits_mosaic(tuning.Shape(kind, *sizes, "bfloat16"), tiling)
+    x, weight = arguments(*sizes)
+    gated = kind == "gated"
+    parts = mosaic_kernel.linear(
+        x, weight, gated=gated, out_dtype=jnp.dtype(out_dtype), tiling=tiling
+    )
+    assert parts.shape[0] == tiling.splits
+    assert parts.dtype == out_dtype
+    check(parts[0] if tiling.splits == 1 else parts.sum(0), x, weight, gated=gated)
 
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    monkeypatch.setattr(mosaic_gated, "_NUM_BLOCKS", 4)
+    monkeypatch.setattr(mosaic_kernel, "_NUM_BLOCKS", 4)
     with plgpu.force_gpu_interpret_mode():
         yield
 
@@ -60,55 +69,118 @@ def hopper():
 
 
 @pytest.mark.parametrize(
-    ("name", "num_tokens", "out_size", "in_size"),
+    ("kind", "tiling", "sizes", "out_dtype"),
     [
-        ("wide", 200, 384, 320),  # a queue that is not full at the end of a tile
-        ("wide, shared", 904, 256, 128),  # bands of 3 rows and of 1; a block without tokens
-        ("tall", 648, 192, 64),  # a single step a tile
-        ("small, shared", 136, 64, 448),
+        # A queue that is not full at the end of a tile.
+        ("gated", MosaicTiling(128, 128, 4, band=8), (200, 512, 320), "bfloat16"),
+        # Bands of 2 rows and of 1; a block without tokens; rows that end in the midst of a tile.
+        ("gated", MosaicTiling(128, 112, 4, band=2, cluster=2), (520, 384, 128), "bfloat16"),
+        # Blocks that share tokens, and one without rows.
+        ("gated", MosaicTiling(128, 112, 3, cluster=2), (128, 640, 128), "bfloat16"),
+        # A single step a tile.
+        ("plain", MosaicTiling(256, 64, 4, band=2), (648, 192, 64), "float32"),
+        # Tiles that leave in several pieces.
+        ("plain", MosaicTiling(128, 256, 3), (72, 320, 128), "bfloat16"),
+        ("plain", MosaicTiling(128, 112, 4, band=2, cluster=2), (264, 320, 128), "float32"),
+        ("parts", MosaicTiling(128, 64, 6, band=16, cluster=2), (136, 128, 448), "bfloat16"),
+        ("parts", MosaicTiling(128, 96, 4, cluster=2, splits=2), (264, 320, 256), "float32"),
+        ("parts", MosaicTiling(256, 48, 3, cluster=2, splits=4), (256, 192, 512), "float32"),
     ],
 )
-def test_interpreted(interpreted, name, num_tokens, out_size, in_size):
-    x, weight = arguments(num_tokens, out_size, in_size)
-    check(mosaic_gated.gated_linear(x, weight, tiling=TILINGS[name]), x, weight)
+def test_interpreted(interpreted, kind, tiling, sizes, out_dtype):
+    check_kernel(kind, tiling, sizes, out_dtype)
 
 
-def test_linear_takes_it_where_chosen(interpreted, monkeypatch):
-    monkeypatch.setattr(tuning, "choose", lambda *_: TILINGS["wide"])
+@pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("gated", [False, True])
+def test_linear_takes_it_where_chosen(interpreted, monkeypatch, gated, out_dtype):
+    tiling = MosaicTiling(128, 64, 4)
+    monkeypatch.setattr(tuning, "choose", lambda *_: tiling)
     x, weight = arguments(136, 128, 64)
-    found = linear(x, weight, gated=True, impl="triton")
-    check(found, x, weight)
-    ours = mosaic_gated.gated_linear(x, weight, tiling=TILINGS["wide"])
-    np.testing.assert_array_equal(found, ours)
-    # The kernel writes bfloat16 only.
-    wide = linear(x, weight, gated=True, out_dtype="float32", impl="triton")
-    assert wide.dtype == "float32"
+    found = linear(x, weight, gated=gated, out_dtype=out_dtype, impl="triton")
+    check(found, x, weight, gated=gated)
+    options = {"gated": gated, "out_dtype": jnp.dtype(out_dtype), "tiling": tiling}
+    np.testing.assert_array_equal(found, mosaic_kernel.linear(x, weight, **options)[0])
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", TILINGS)
-@pytest.mark.parametrize(
-    ("num_tokens", "out_size", "in_size"),
-    [
-        (2000, 4864, 896),
-        (1032, 14336, 4096),
-        (4056, 1792, 4096),  # a shard's rows
-        (64, 128, 64),  # less than a tile, in one step
+@pytest.mark.parametrize(("splits", "dtype"), [(1, "bfloat16"), (2, "float32")])
+def test_linear_parts_takes_it_where_chosen(interpreted, monkeypatch, splits, dtype):
+    monkeypatch.setattr(tuning, "choose", lambda *_: MosaicTiling(128, 64, 4, splits=splits))
+    x, weight = arguments(136, 128, 128)
+    parts = linear_parts(x, weight, impl="triton")
+    assert parts.shape == (splits, 136, 128)
+    assert parts.dtype == dtype
+    check(parts.sum(0), x, weight, gated=False)
+    if splits > 1:
+        # Each is over its own columns.
+        check(parts[0], x[:, :64], weight[:, :64], gated=False)
+
+
+# The products of Qwen2.5-0.5B and Llama-3.1-8B.
+PRODUCTS = [
+    ("gated", 9728, 896),
+    ("parts", 1152, 896),
+    ("parts", 896, 4864),
+    ("plain", 151936, 896),
+    ("gated", 28672, 4096),
+    ("gated", 3584, 4096),  # a shard's rows
+    ("parts", 6144, 4096),
+    ("parts", 4096, 4096),
+    ("parts", 4096, 14336),
+    ("plain", 128256, 4096),
+]
+FEW_TOKENS = {
+    "gated": [
+        MosaicTiling(128, 112, 4, band=8, cluster=1),
+        MosaicTiling(128, 112, 4, band=8, cluster=2),
+        MosaicTiling(128, 48, 6, band=8, cluster=2),
+        MosaicTiling(256, 64, 4, band=8, cluster=1),
     ],
-)
-def test_on_hopper(hopper, name, num_tokens, out_size, in_size):
-    x, weight = arguments(num_tokens, out_size, in_size)
-    check(mosaic_gated.gated_linear(x, weight, tiling=TILINGS[name]), x, weight)
+    "parts": [
+        MosaicTiling(128, 96, 6, band=8, cluster=2),
+        MosaicTiling(128, 224, 4, band=8, cluster=1),
+        MosaicTiling(128, 64, 6, band=8, cluster=1, splits=2),
+        MosaicTiling(128, 16, 6, band=8, cluster=2, splits=2),
+        MosaicTiling(256, 32, 5, band=8, cluster=2, splits=2),
+    ],
+    "plain": [
+        MosaicTiling(128, 256, 4, band=8, cluster=2),
+        MosaicTiling(128, 112, 6, band=8, cluster=1),
+    ],
+}
+MANY_TOKENS = {
+    "gated": [
+        MosaicTiling(128, 128, 4, band=3, cluster=1),
+        MosaicTiling(128, 128, 4, band=8, cluster=2),
+        MosaicTiling(256, 64, 3, band=4, cluster=2),
+    ],
+    "parts": [
+        MosaicTiling(128, 256, 4, band=8, cluster=2),
+        MosaicTiling(128, 192, 4, band=2, cluster=1, splits=2),
+        MosaicTiling(256, 128, 4, band=8, cluster=2),
+    ],
+    "plain": [MosaicTiling(128, 128, 5, band=8, cluster=2)],
+}
 
 
 @pytest.mark.gpu
-def test_the_model_gets_it_on_hopper(hopper):
-    x, weight = arguments(8192, 14336, 4096)
+@pytest.mark.parametrize("num_tokens", [72, 128, 256, 2000])
+@pytest.mark.parametrize(("kind", "out_size", "in_size"), PRODUCTS)
+def test_on_hopper(hopper, kind, out_size, in_size, num_tokens):
+    for tiling in (FEW_TOKENS if num_tokens <= 256 else MANY_TOKENS)[kind]:
+        out_dtype = "float32" if kind == "plain" or tiling.splits > 1 else "bfloat16"
+        check_kernel(kind, tiling, (num_tokens, out_size, in_size), out_dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [128, 8192])
+def test_the_model_gets_it_on_hopper(hopper, num_tokens):
+    x, weight = arguments(num_tokens, 28672, 4096)
     product = jax.jit(lambda *arrays: linear(*arrays, gated=True, impl="triton"))
     shape = tuning.Shape("gated", len(x), *weight.shape, "bfloat16")
     chosen = tuning.choose("9.0", shape)
-    assert ("gated_product" in product.lower(x, weight).as_text()) == (chosen is not None)
-    check(product(x, weight), x, weight)
+    assert ("mosaic_linear" in product.lower(x, weight).as_text()) == (chosen is not None)
+    check(product(x, weight), x, weight, gated=True)
 
 
 @pytest.mark.parametrize(
@@ -123,11 +195,11 @@ def test_the_model_gets_it_on_hopper(hopper):
     ids=["token", "tile", "swizzled rows", "last token", "gate and up exchanged"],
 )
 def test_the_check_sees_a_wrong_layout(plant):
-    x, weight = arguments(136, 128, 64)
+    x, weight = arguments(136, 256, 64)
     exchanged = jnp.roll(weight, 128, axis=0)
     found, out = (linear(x, w, gated=True, impl="reference") for w in (weight, exchanged))
     with pytest.raises(AssertionError):
-        check(plant(found, out), x, weight)
+        check(plant(found, out), x, weight, gated=True)
 
 
 def test_the_nearest_shape_and_most_tokens_decide(monkeypatch):
@@ -155,21 +227,36 @@ def test_the_nearest_shape_and_most_tokens_decide(monkeypatch):
     assert band(num_tokens=504) is None
     assert band(out_size=16384) is None
     assert band(out_size=16384, num_tokens=8192) == 3
+    # Far from all.
+    assert band(out_size=65536, num_tokens=8192) is None
+    assert band(in_size=1024) is None
     assert band("10.0") == 4
     assert band("8.9") is None
     # What the kernel cannot do.
-    assert band(kind="plain") is None
     assert band(dtype="float32") is None
     assert band(num_tokens=2052) is None
     assert band(in_size=160) is None
-    assert band(out_size=1152) is None
+    assert band(out_size=1088) is None
+    # Other kinds have other entries.
+    assert band(kind="parts") is None
+    entries.append(entry(1024, 512, 5, kind="parts"))
+    assert band(kind="parts", out_size=1088) == 5
+    entries[-1]["tiling"]["splits"] = 2
+    assert band(kind="parts", out_size=1088) == 5
+    entries[-1]["tiling"]["splits"] = 4
+    assert band(kind="parts", out_size=1088) is None
 
 
 def test_every_cut_has_room():
     table = json.loads(resources.files("pallas_kernels.linear").joinpath("tuning.json").read_text())
     known = [entry for entry in table["entries"] if "min_tokens" in entry and entry["tiling"]]
-    for tiling in (*TILINGS.values(), *(MosaicTiling(**entry["tiling"]) for entry in known)):
-        steps = (tiling.tile_tokens + 2 * tiling.tile_out) * tuning.MOSAIC_TILE_IN
-        values = tiling.num_stages * steps + tiling.tile_tokens * tiling.tile_out
-        assert 2 * values < SHARED_MEMORY
-        assert tiling.tile_tokens * tiling.tile_out <= 128 * 128
+    for entry in known:
+        tiling = MosaicTiling(**entry["tiling"])
+        rows = 2 * tiling.tile_out if entry["kind"] == "gated" else tiling.tile_out
+        assert tiling.tile_out % 16 == 0
+        assert rows <= 256
+        assert tiling.tile_tokens * rows <= 128 * 256
+        steps = tiling.num_stages * (tiling.tile_tokens + rows) * tuning.MOSAIC_TILE_IN
+        itemsize = 4 if entry["kind"] == "plain" or tiling.splits > 1 else 2
+        out_bytes = tiling.tile_tokens * tiling.out_columns(itemsize) * itemsize
+        assert 2 * steps + out_bytes < SHARED_MEMORY
