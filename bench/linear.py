@@ -76,8 +76,8 @@ class Inputs:
 
 
 class Case:
-    """One product for so many tokens: our calls in several cuts, and XLA's. They are compiled in
-    the background; nothing of that needs the GPU."""
+    """One product for so many tokens: our calls in several cuts, and XLA's. They are compiled by
+    the pool, all before anything is timed."""
 
     def __init__(
         self,
@@ -164,6 +164,29 @@ def speed(product: Product, num_tokens: int, kernel_s: float, copy_bytes_per_s: 
     return {"of_copy_bandwidth": round(2 * values / kernel_s / copy_bytes_per_s, 3)}
 
 
+def tuned(
+    product: Product,
+    num_tokens: int,
+    capability: str,
+    cut: tuning.Tiling | tuning.MosaicTiling | None,
+) -> dict:
+    """An entry of `tuning.json`."""
+    shape = product.shape(num_tokens)
+    tokens = (
+        {"min_tokens": num_tokens}
+        if num_tokens > tuning.MAX_TOKENS
+        else {"tile_tokens": shape.tile_tokens}
+    )
+    return {
+        "compute_capability": capability,
+        "kind": product.kind,
+        **tokens,
+        "out_size": product.out_size,
+        "in_size": product.in_size,
+        "tiling": cut and dataclasses.asdict(cut),
+    }
+
+
 def tokens_of(entry: dict) -> int:
     return entry["min_tokens"] if "min_tokens" in entry else entry["tile_tokens"]
 
@@ -215,53 +238,36 @@ def main() -> None:
             for product in PRODUCTS
             if product.kind in args.kinds
         }
-        for product, by_tokens in cases.items():
-            inputs = Inputs(product, max(args.tokens))
-            for case in by_tokens:
-                calls = case.runs(inputs)
-                *times, xla_times = case.seconds(list(calls.values()), inputs)
+    for product, by_tokens in cases.items():
+        inputs = Inputs(product, max(args.tokens))
+        for case in by_tokens:
+            calls = case.runs(inputs)
+            *times, xla_times = case.seconds(list(calls.values()), inputs)
 
-                def cost(pair: tuple, product=product, num_tokens=case.num_tokens) -> float:
-                    taken, cut = pair
-                    return min(taken) + parts_s(product, num_tokens, cut.splits)
+            def cost(pair: tuple, product=product, num_tokens=case.num_tokens) -> float:
+                taken, cut = pair
+                return min(taken) + parts_s(product, num_tokens, cut.splits)
 
-                fastest = min(zip(times, calls, strict=True), key=cost)
-                best, cut = fastest
-                spread = max(spread_of(best), spread_of(xla_times))
-                row = {
-                    "product": product.name,
-                    "num_tokens": case.num_tokens,
-                    "time_us": round(1e6 * min(best), 2),
-                    "xla_time_us": round(1e6 * min(xla_times), 2),
-                    "tiling": dataclasses.asdict(cut),
-                    "spread": spread,
-                    "flagged": spread > FLAG_OVER,
-                } | speed(product, case.num_tokens, min(best) - GAP_S, result["copy_bytes_per_s"])
-                print(
-                    json.dumps(row | {"all": [round(1e6 * min(t), 1) for t in times]}), flush=True
-                )
-                result["rows"].append(row)
-                # After each row: a machine lent for minutes may go away.
-                args.output.write_text(json.dumps(result, indent=2) + "\n")
-                if args.tune:
-                    shape = product.shape(case.num_tokens)
-                    entries.append(
-                        {"compute_capability": capability}
-                        | (
-                            {"min_tokens": case.num_tokens}
-                            if case.num_tokens > tuning.MAX_TOKENS
-                            else {"tile_tokens": shape.tile_tokens}
-                        )
-                        | {
-                            "kind": product.kind,
-                            "out_size": product.out_size,
-                            "in_size": product.in_size,
-                            "tiling": dataclasses.asdict(cut)
-                            if cost(fastest) < min(xla_times)
-                            else None,
-                        }
-                    )
-                    path.write_text(json.dumps({"entries": entries}, indent=2) + "\n")
+            fastest = min(zip(times, calls, strict=True), key=cost)
+            best, cut = fastest
+            spread = max(spread_of(best), spread_of(xla_times))
+            row = {
+                "product": product.name,
+                "num_tokens": case.num_tokens,
+                "time_us": round(1e6 * min(best), 2),
+                "xla_time_us": round(1e6 * min(xla_times), 2),
+                "tiling": dataclasses.asdict(cut),
+                "spread": spread,
+                "flagged": spread > FLAG_OVER,
+            } | speed(product, case.num_tokens, min(best) - GAP_S, result["copy_bytes_per_s"])
+            print(json.dumps(row | {"all": [round(1e6 * min(t), 1) for t in times]}), flush=True)
+            result["rows"].append(row)
+            # After each row: a machine lent for minutes may go away.
+            args.output.write_text(json.dumps(result, indent=2) + "\n")
+            if args.tune:
+                faster = cost(fastest) < min(xla_times)
+                entries.append(tuned(product, case.num_tokens, capability, cut if faster else None))
+                path.write_text(json.dumps({"entries": entries}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

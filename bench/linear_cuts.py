@@ -23,7 +23,7 @@ PARTS_CUTS = [
 SPLITS = (1, 2, 4, 8)
 MOSAIC_SPLITS = (1, 2, 4)
 MOSAIC_CUTS = 4
-"""With clusters of one size."""
+"""With clusters of one size; none that is likely to take half as long again as the best."""
 BAND = 8
 MAX_STAGES = 6
 
@@ -77,8 +77,7 @@ def parts_s(product: Product, num_tokens: int, splits: int) -> float:
 
 
 def _mosaic_candidates(product: Product, num_tokens: int) -> list[tuning.MosaicTiling]:
-    """With clusters of either size those that are the fastest by `_estimate`; the first of all
-    first."""
+    """With clusters of either size those that `_estimate` has for the fastest, in that order."""
     cuts = [
         cut
         for tile_tokens in ((128, 256) if num_tokens > 128 else (128,))
@@ -88,7 +87,9 @@ def _mosaic_candidates(product: Product, num_tokens: int) -> list[tuning.MosaicT
         if (cut := _deepest(product, tile_tokens, tile_out, cluster, splits))
         and tuning.fits_mosaic(product.shape(num_tokens), cut)
     ]
-    cuts.sort(key=functools.partial(_estimate, product, num_tokens))
+    estimate = functools.partial(_estimate, product, num_tokens)
+    cuts.sort(key=estimate)
+    cuts = [cut for cut in cuts if estimate(cut) < 1.5 * estimate(cuts[0])]
     likely = [[cut for cut in cuts if cut.cluster == cluster][:MOSAIC_CUTS] for cluster in (1, 2)]
     return [cut for cut in cuts if cut in likely[0] or cut in likely[1]]
 
