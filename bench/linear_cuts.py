@@ -23,7 +23,7 @@ PARTS_CUTS = [
 SPLITS = (1, 2, 4, 8)
 MOSAIC_SPLITS = (1, 2, 4)
 MOSAIC_CUTS = 4
-"""With clusters of one size; none that is likely to take half as long again as the best."""
+"""With clusters of one size; none that is likely to take 40% longer than the best."""
 BAND = 8
 MAX_STAGES = 6
 
@@ -89,7 +89,7 @@ def _mosaic_candidates(product: Product, num_tokens: int) -> list[tuning.MosaicT
     ]
     estimate = functools.partial(_estimate, product, num_tokens)
     cuts.sort(key=estimate)
-    cuts = [cut for cut in cuts if estimate(cut) < 1.5 * estimate(cuts[0])]
+    cuts = [cut for cut in cuts if estimate(cut) < 1.4 * estimate(cuts[0])]
     likely = [[cut for cut in cuts if cut.cluster == cluster][:MOSAIC_CUTS] for cluster in (1, 2)]
     return [cut for cut in cuts if cut in likely[0] or cut in likely[1]]
 
