@@ -91,8 +91,25 @@ def test_interpreted(interpreted, kind, tiling, sizes, out_dtype):
     check_kernel(kind, tiling, sizes, out_dtype)
 
 
-@pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("num_tokens", "shared"), [(128, {128}), (136, {112})])
+def test_a_cluster_shares_what_its_blocks_have_in_common(monkeypatch, num_tokens, shared):
+    # The interpreter copies for each block by itself.
+    sizes = {True: set(), False: set()}
+    copy = plgpu.copy_gmem_to_smem
+
+    def spy(source, target, barrier, **options):
+        sizes["collective_axes" in options].add(target.shape[0])
+        copy(source, target, barrier, **options)
+
+    monkeypatch.setattr(plgpu, "copy_gmem_to_smem", spy)
+    x, weight = arguments(num_tokens, 640, 64)
+    tiling = MosaicTiling(128, 112, 4, cluster=2)
+    options = {"gated": True, "out_dtype": jnp.dtype("bfloat16"), "tiling": tiling}
+    jax.make_jaxpr(lambda *arrays: mosaic_kernel.linear(*arrays, **options))(x, weight)
+    assert sizes == {True: shared, False: {112, 128} - shared}
+
+
+@pytest.mark.parametrize(("gated", "out_dtype"), [(False, "float32"), (True, "bfloat16")])
 def test_linear_takes_it_where_chosen(interpreted, monkeypatch, gated, out_dtype):
     tiling = MosaicTiling(128, 64, 4)
     monkeypatch.setattr(tuning, "choose", lambda *_: tiling)
