@@ -14,10 +14,13 @@ from typing import Literal
 import pytest
 
 
+# Here, not in a hook: folders that the command line names have their conftest files, which may start
+# JAX, imported before hooks are called.
+_FLAGS = os.environ.get("XLA_FLAGS", "")
+os.environ["XLA_FLAGS"] = f"{_FLAGS} --xla_force_host_platform_device_count=4".strip()
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    # Before JAX is first imported, which reads both.
-    flags = os.environ.get("XLA_FLAGS", "")
-    os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=4".strip()
     if not _runs_on_gpu(config):
         os.environ["JAX_PLATFORMS"] = "cpu"
 
