@@ -13,9 +13,8 @@ from typing import Literal
 
 import pytest
 
-
-# Here, not in a hook: folders that the command line names have their conftest files, which may start
-# JAX, imported before hooks are called.
+# Not in a hook: the conftest files of folders that the command line names are imported before any,
+# and may start JAX.
 _FLAGS = os.environ.get("XLA_FLAGS", "")
 os.environ["XLA_FLAGS"] = f"{_FLAGS} --xla_force_host_platform_device_count=4".strip()
 
