@@ -3,9 +3,9 @@
     python bench/offline_vs_transformers.py --transformers-python PATH --output FILE
 
 Both run the same token-id requests of the demo model in float32 with the same threads, each in a
-process of its own, taking turns; `--transformers-python` may name another interpreter, since
-jaxserve needs no torch. Each process warms up first. Every engine is timed `--passes` times; a
-spread over 15% is flagged.
+process of its own, taking turns; `--transformers-python` may name another interpreter, one with
+torch and transformers alone, since jaxserve needs no torch. Each process warms up first. Every
+engine is timed `--passes` times; a spread over 15% is flagged.
 """
 
 import argparse
@@ -18,9 +18,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-
-from jaxserve.bench.environment import describe, write_result
-from jaxserve.bench.timing import FLAG_OVER, spread_of
 
 
 def run_jaxserve(model: str, requests: list[list[int]], output_len: int, threads: int) -> dict:
@@ -100,6 +97,8 @@ def main() -> None:
         print(json.dumps(ENGINES[args.worker](**json.loads(args.job.read_text()))))
         return
 
+    # Here, not above: the interpreter that runs transformers need not have jaxserve.
+    from jaxserve.bench.environment import describe, write_result
     from jaxserve.model.loader import read_config
     from jaxserve.model.resolve import resolve_model
 
@@ -135,6 +134,8 @@ def main() -> None:
 
 def summarise(runs: dict[str, list[dict]], num_tokens: int) -> dict:
     """Rates of each engine, the median ratio of the pairs, and how many outputs are the same."""
+    from jaxserve.bench.timing import FLAG_OVER, spread_of
+
     engines = {}
     for engine, passes in runs.items():
         rates = [num_tokens / done["seconds"] for done in passes]

@@ -109,10 +109,11 @@ def compare_table(result: dict) -> list[str]:
     gpus = result["hardware"]["gpus"]
     dtype = result["records"][0]["dtype"]
     num_turns = len({record["turn"] for record in result["records"]})
+    turns = "turn" if num_turns == 1 else "turns"
     head = ["", *engines, "device's limit", *pairs]
     lines = [
         f"{result['model']}, {dtype}, {gpus[0] if gpus else result['hardware']['cpu']}, session "
-        f"{result['session']}; medians of {num_turns} turns, `!` if any two passes were over 15% "
+        f"{result['session']}; medians of {num_turns} {turns}, `!` if any two passes were over 15% "
         "apart; ratios over 1: the first is faster.",
         "",
         f"| {' | '.join(head)} |",
