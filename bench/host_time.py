@@ -128,6 +128,7 @@ def make_llm(num_requests: int, num_steps: int, device: Device, tokenizer: Token
     programs = Programs(
         steps={b: device.program(b, 1) for b in buckets},
         decode_steps={b: device.program(b, num_steps) for b in buckets if num_steps > 1},
+        receive={b: lambda inputs, packed: packed for b in buckets},
         logprobs={},
         layouts={b: BatchLayout(b, max_blocks, BLOCK_SIZE) for b in buckets},
         load_slot=lambda slots, *rows: slots,
@@ -145,7 +146,8 @@ def make_llm(num_requests: int, num_steps: int, device: Device, tokenizer: Token
         steps_per_dispatch=num_steps,
         no_masks=dict.fromkeys(buckets),
         replicated=replicated,
-        host_input=replicated,
+        host=replicated,
+        inputs=dict.fromkeys(buckets),
         params=None,
         state=StepState((), None, None),
         sizes=None,

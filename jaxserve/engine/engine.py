@@ -200,7 +200,8 @@ class Engine:
         self._children.clear()
         self._features.clear()
         self._in_flight.clear()
-        if any(array.is_deleted() for array in jax.tree.leaves(parts.state)):
+        arrays = jax.tree.leaves((parts.state, *parts.inputs.values()))
+        if any(array.is_deleted() for array in arrays):
             parts.make_state()
 
     # The loop.
@@ -230,7 +231,7 @@ class Engine:
                     self._load_slot(row.slot, state)
         bucket = pick_bucket(parts.buckets, scheduled.num_tokens)
         packed = self._builder.build(scheduled, self._states, parts.programs.layouts[bucket])
-        packed = jax.device_put(packed, parts.host_input)
+        packed = jax.device_put(packed, parts.host)
         previous = self._in_flight[-1] if self._in_flight else None
         token_masks = parts.no_masks[bucket]
         if self._features[Feature.GRAMMAR]:
@@ -239,7 +240,8 @@ class Engine:
                 token_masks = jax.device_put(masks, parts.replicated)
         programs = parts.programs
         steps = programs.steps if scheduled.num_steps == 1 else programs.decode_steps
-        parts.state = steps[bucket](parts.params, parts.state, packed, token_masks)
+        inputs = parts.inputs[bucket] = programs.receive[bucket](parts.inputs[bucket], packed)
+        parts.state = steps[bucket](parts.params, parts.state, inputs, token_masks)
         # The next dispatch need not wait until these have been read.
         token_ids = programs.copy(parts.state.output.token_ids)
         token_ids.copy_to_host_async()

@@ -42,6 +42,8 @@ class Programs:
     steps: dict[Bucket, Callable]
     decode_steps: dict[Bucket, Callable]
     """Several decode steps in one; of the buckets where that pays."""
+    receive: dict[Bucket, Callable]
+    """(inputs, packed) -> inputs: a packed batch into where the bucket's steps read it."""
     logprobs: dict[int, Callable]
     """By the number of positions that are scored at once."""
     layouts: dict[Bucket, BatchLayout]
@@ -71,7 +73,7 @@ def use_compilation_cache(folder: str | None) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
-def input_sharding(mesh: Mesh) -> NamedSharding:
+def host_sharding(mesh: Mesh) -> NamedSharding:
     """Where the host leaves a packed batch.
 
     For a GPU, in host memory that it can read itself: a copy to the device by the host would wait
@@ -109,9 +111,23 @@ def lower_step(
     return make_step(definition, mesh, layout, num_steps).lower(
         abstract_params(definition, mesh),
         abstract_state(definition, mesh, sizes),
-        jax.ShapeDtypeStruct((layout.size,), jnp.int32, sharding=input_sharding(mesh)),
+        jax.ShapeDtypeStruct((layout.size,), jnp.int32, sharding=replicated),
         jax.ShapeDtypeStruct(masks_shape, jnp.int32, sharding=replicated),
     )
+
+
+def compile_receive(mesh: Mesh, layout: BatchLayout) -> jax.stages.Compiled:
+    """A program apart, since graphs hold addresses and each transfer from the host has another."""
+
+    def receive(inputs, packed):
+        return jax.device_put(packed, jax.memory.Space.Device)
+
+    here, host = (
+        jax.ShapeDtypeStruct((layout.size,), jnp.int32, sharding=sharding)
+        for sharding in (NamedSharding(mesh, P()), host_sharding(mesh))
+    )
+    program = jax.jit(receive, donate_argnums=0, keep_unused=True, out_shardings=here.sharding)
+    return program.lower(here, host).compile()
 
 
 def token_masks_shape(bucket: Bucket, vocab_size: int) -> tuple[int, int]:
@@ -182,12 +198,13 @@ def compile_programs(
     ]
     load = jax.jit(load_slot, donate_argnums=0).lower(state.slots, slot, *rows).compile()
     copy = jax.jit(jnp.copy).lower(state.output.token_ids).compile()
+    receive = {bucket: compile_receive(mesh, layout) for bucket, layout in layouts.items()}
     temp_bytes = max(
         program.memory_analysis().temp_size_in_bytes
         for programs in (steps, decode_steps, logprobs)
         for program in programs.values()
     )
-    return Programs(steps, decode_steps, logprobs, layouts, load, copy, temp_bytes)
+    return Programs(steps, decode_steps, receive, logprobs, layouts, load, copy, temp_bytes)
 
 
 def _yield_to_tracing() -> None:

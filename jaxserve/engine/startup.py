@@ -22,7 +22,7 @@ from jaxserve.engine.programs import (
     Programs,
     compile_programs,
     executables_folder,
-    input_sharding,
+    host_sharding,
     lower_step,
     padding_batch,
     token_masks_shape,
@@ -62,8 +62,10 @@ class EngineParts:
     no_masks: dict[Bucket, jax.Array]
     """The token masks of a step without a grammar, which are not read."""
     replicated: NamedSharding
-    host_input: NamedSharding
-    """Where a packed batch goes."""
+    host: NamedSharding
+    """Where a packed batch goes first."""
+    inputs: dict[Bucket, jax.Array]
+    """Where the steps read it."""
     params: Any
     state: StepState | None
     """None when closed."""
@@ -89,15 +91,16 @@ class EngineParts:
         return lower_step(self.definition, mesh, layout, num_steps, self.sizes), num_steps
 
     def make_state(self) -> None:
-        """Anew, of no request."""
+        """Anew, of no request, and what the steps read."""
         self.state = new_state(self.definition, self.replicated.mesh, self.sizes)
+        self.inputs = _make_inputs(self.programs.layouts, self.replicated)
 
     def free(self) -> None:
         """Delete the device arrays."""
-        masks = tuple(self.no_masks.values())
-        for array in jax.tree.leaves((self.params, self.state, masks)):
+        others = *self.inputs.values(), *self.no_masks.values()
+        for array in jax.tree.leaves((self.params, self.state, others)):
             array.delete()
-        self.params, self.state, self.no_masks = None, None, {}
+        self.params, self.state, self.inputs, self.no_masks = None, None, {}, {}
 
 
 class _Phases:
@@ -216,14 +219,16 @@ def start(config: EngineConfig) -> EngineParts:
     with phase("warm_up"):
         sizes = sizes_of(num_blocks)
         state = new_state(definition, mesh, sizes)
-        host_input = input_sharding(mesh)
+        host = host_sharding(mesh)
+        inputs = _make_inputs(layouts, replicated)
         no_masks = _make_no_masks(buckets, model_config.vocab_size, replicated)
 
         def launch(step: Callable, bucket: Bucket) -> jax.Array:
             """The padding batch; what it returns is ready when the device is done."""
             nonlocal state
-            packed = jax.device_put(padding_batch(layouts[bucket]), host_input)
-            state = step(params, state, packed, no_masks[bucket])
+            packed = jax.device_put(padding_batch(layouts[bucket]), host)
+            inputs[bucket] = programs.receive[bucket](inputs[bucket], packed)
+            state = step(params, state, inputs[bucket], no_masks[bucket])
             return programs.copy(state.output.token_ids)
 
         def device_time_s(step: Callable, bucket: Bucket) -> float:
@@ -266,7 +271,8 @@ def start(config: EngineConfig) -> EngineParts:
         steps_per_dispatch=steps_per_dispatch,
         no_masks=no_masks,
         replicated=replicated,
-        host_input=host_input,
+        host=host,
+        inputs=inputs,
         params=params,
         state=state,
         sizes=sizes,
@@ -293,6 +299,13 @@ def _expected_scratch_bytes(definition: ModelDefinition, largest: Bucket) -> int
     logits = 4 * largest.num_rows * config.vocab_size
     width = 4 * config.intermediate_size + 8 * config.hidden_size
     return 8 * logits + largest.num_tokens * width * definition.dtype.itemsize + (256 << 20)
+
+
+def _make_inputs(
+    layouts: dict[Bucket, BatchLayout], sharding: NamedSharding
+) -> dict[Bucket, jax.Array]:
+    """Of padding."""
+    return {b: jax.device_put(padding_batch(layout), sharding) for b, layout in layouts.items()}
 
 
 def _make_no_masks(

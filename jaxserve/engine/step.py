@@ -67,9 +67,4 @@ def make_step(
         check_vma=False,
     )
 
-    def from_host(params, state, packed, token_masks):
-        packed = jax.device_put(packed, jax.memory.Space.Device)
-        return sharded(params, state, packed, token_masks)
-
-    on_gpu = mesh.devices.flat[0].platform == "gpu"
-    return jax.jit(from_host if on_gpu else sharded, donate_argnums=1)
+    return jax.jit(sharded, donate_argnums=1)
