@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.linear import reference, tuning
 
-Impl = Literal["reference", "triton"]
+Impl = Literal["reference", "triton", "mosaic"]
 
 
 def linear(
@@ -26,8 +26,9 @@ def linear(
     silu(gate) * up (SwiGLU, arXiv:2002.05202), and P is O // 2. `impl`: "reference" is plain JAX,
     which leaves the product to XLA; "triton" reads the weight at the memory's speed where there
     are few tokens, on an NVIDIA GPU, and does as "reference" where `tuning.json` knows that to be
-    faster. For many tokens that is everywhere, but in the shapes and on the GPUs that the file
-    gives to Mosaic GPU. Raises ValueError for another `impl`.
+    faster, and where there are many; "mosaic" does as "triton", but with many tokens takes Mosaic
+    GPU in the shapes and on the GPUs where the file has it faster. Raises ValueError for another
+    `impl`.
     """
     out_dtype = jnp.dtype(out_dtype or x.dtype)
     tiling = _tiling(x, weight, "gated" if gated else "plain", impl)
@@ -69,8 +70,11 @@ def _tiling(
     """None: the product is XLA's."""
     if impl == "reference":
         return None
-    if impl != "triton":
-        raise ValueError(f"impl={impl!r} is unknown: choose 'reference' or 'triton'")
+    if impl not in ("triton", "mosaic"):
+        raise ValueError(f"impl={impl!r} is unknown: choose 'reference', 'triton' or 'mosaic'")
     # Of the GPUs that this process sees; none has the attribute where Triton is interpreted.
     capability = getattr(jax.devices()[0], "compute_capability", "none")
-    return tuning.choose(capability, tuning.Shape(kind, len(x), *weight.shape, str(x.dtype)))
+    shape = tuning.Shape(kind, len(x), *weight.shape, str(x.dtype))
+    if impl == "triton" and shape.num_tokens > tuning.MAX_TOKENS:
+        return None
+    return tuning.choose(capability, shape)
