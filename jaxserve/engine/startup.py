@@ -91,16 +91,21 @@ class EngineParts:
         return lower_step(self.definition, mesh, layout, num_steps, self.sizes), num_steps
 
     def make_state(self) -> None:
-        """Anew, of no request, and what the steps read."""
+        """Anew, of no request, and what the steps read. The old goes first: both may not fit."""
+        _delete(self.state, *self.inputs.values())
         self.state = new_state(self.definition, self.replicated.mesh, self.sizes)
         self.inputs = _make_inputs(self.programs.layouts, self.replicated)
 
     def free(self) -> None:
         """Delete the device arrays."""
-        others = *self.inputs.values(), *self.no_masks.values()
-        for array in jax.tree.leaves((self.params, self.state, others)):
-            array.delete()
+        _delete(self.params, self.state, *self.inputs.values(), *self.no_masks.values())
         self.params, self.state, self.inputs, self.no_masks = None, None, {}, {}
+
+
+def _delete(*trees: Any) -> None:
+    """What a step has taken already may be among them."""
+    for array in jax.tree.leaves(trees):
+        array.delete()
 
 
 class _Phases:
