@@ -170,7 +170,7 @@ def start(config: EngineConfig) -> EngineParts:
 
     replicated = NamedSharding(mesh, P())
     cache = ExecutableCache(
-        executables_folder() if on_gpu else None, mesh, model_config, dtype, impl, max_num_seqs
+        executables_folder() if on_gpu else None, mesh, model_config, dtype, impl
     )
 
     def blocks_beside(temp_bytes: int) -> int:
