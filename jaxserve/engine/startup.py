@@ -203,7 +203,7 @@ def start(config: EngineConfig) -> EngineParts:
 
     weight_bytes = definition.param_bytes(mesh)
     steps_per_dispatch = config.num_scheduler_steps or (
-        _scheduler_steps(weight_bytes) if on_gpu else 1
+        scheduler_steps(weight_bytes) if on_gpu else 1
     )
     state_bytes = bytes_beside_kv_cache(definition, sizes_of(0))
     scratch_bytes = _expected_scratch_bytes(definition, buckets[-1])
@@ -291,7 +291,7 @@ def _attention_impl(device: jax.Device) -> AttentionImpl:
     return "mosaic" if device.compute_capability == "9.0" else "triton"
 
 
-def _scheduler_steps(weight_bytes: int) -> int:
+def scheduler_steps(weight_bytes: int) -> int:
     """How many decode steps, a power of two, fit into MAX_DISPATCH_S: each reads all weights."""
     longest = MAX_DISPATCH_S * READ_BYTES_PER_S / weight_bytes
     return min(1 << max(int(longest).bit_length() - 1, 0), MAX_SCHEDULER_STEPS)
