@@ -29,7 +29,6 @@ MOST_MEAN = {"bfloat16": 0.02, "float32": 1e-4}
 MOST_SINGLE = {"bfloat16": 0.5, "float32": 1e-2}
 """Largest mean, and largest single, difference of log-probabilities; the latter also between the
 likeliest token and one that either engine took for it."""
-NUM_SCHEDULER_STEPS = 8
 REFERENCE = {"attention_impl": "reference", "max_num_seqs": 8, "max_num_batched_tokens": 128}
 _SCORE = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)
 
@@ -54,8 +53,9 @@ def timed_engine(requests: list[TokenRequest], fields: dict[str, Any]) -> list[t
 
 
 def several_steps(requests: list[TokenRequest], fields: dict[str, Any]) -> list[list[int]]:
-    """Ids of prompts and answers. RuntimeError if no dispatch has taken several steps."""
-    with LLM(**{"num_scheduler_steps": NUM_SCHEDULER_STEPS} | fields) as llm:
+    """Ids of prompts and answers. RuntimeError if no dispatch has taken several steps: then
+    `num_scheduler_steps`, over 1, has to be among the fields."""
+    with LLM(**fields) as llm:
         engine = llm.engine
         submissions = [engine.prepare(r.prompt_token_ids, greedy(r)) for r in requests]
         outputs = {s.output.request_id: s.output for s in submissions}
@@ -67,7 +67,11 @@ def several_steps(requests: list[TokenRequest], fields: dict[str, Any]) -> list[
             for delta in engine.step():
                 outputs[delta.request_id].apply(delta)
         if engine.stats().num_steps <= num_dispatches:
-            raise RuntimeError("no dispatch has taken several steps: nothing was compared")
+            raise RuntimeError(
+                "no dispatch has taken several steps, so nothing was compared: pass "
+                """--options '{"num_scheduler_steps": 4}', since by default this model takes one """
+                "on this device"
+            )
         return [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs.values()]
 
 

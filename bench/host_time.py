@@ -36,7 +36,7 @@ from jaxserve.engine.buckets import Bucket, make_buckets
 from jaxserve.engine.forward_batch import BatchLayout
 from jaxserve.engine.programs import Programs
 from jaxserve.engine.startup import EngineParts
-from jaxserve.engine.step import StepOutput
+from jaxserve.engine.state import StepOutput, StepState
 from jaxserve.text.tokenizer import Tokenizer
 from scheduler import SchedulerConfig, SchedulerOutput
 from sharding import make_mesh
@@ -69,13 +69,13 @@ class Device:
         self._tokens = np.random.default_rng(0).integers(32, 127, (16, 64, 4096), np.int32)
 
     def program(self, bucket: Bucket, num_steps: int) -> Callable[..., Any]:
-        def launch(params, kv_caches, slots, packed, token_masks):
+        def launch(params, state, packed, token_masks):
             now = time.perf_counter()
             idle_s = max(now - self._free_s, 0)
             self.launches.append(Launch(now, bucket.num_rows, self.waited_s, idle_s))
             self._free_s = max(now, self._free_s) + num_steps * self.step_s
             noise = self._tokens[len(self.launches) % 16, :num_steps, : bucket.num_rows]
-            return kv_caches, slots, StepOutput(_Tokens(self, self._free_s, noise), None)
+            return StepState((), None, StepOutput(_Tokens(self, self._free_s, noise), None))
 
         return launch
 
@@ -128,9 +128,11 @@ def make_llm(num_requests: int, num_steps: int, device: Device, tokenizer: Token
     programs = Programs(
         steps={b: device.program(b, 1) for b in buckets},
         decode_steps={b: device.program(b, num_steps) for b in buckets if num_steps > 1},
-        logprobs=dict.fromkeys(buckets),
+        receive={b: lambda inputs, packed: packed for b in buckets},
+        logprobs={},
         layouts={b: BatchLayout(b, max_blocks, BLOCK_SIZE) for b in buckets},
         load_slot=lambda slots, *rows: slots,
+        copy=lambda token_ids: token_ids,
         temp_bytes=0,
     )
     parts = EngineParts(
@@ -144,10 +146,11 @@ def make_llm(num_requests: int, num_steps: int, device: Device, tokenizer: Token
         steps_per_dispatch=num_steps,
         no_masks=dict.fromkeys(buckets),
         replicated=replicated,
-        host_input=replicated,
+        host=replicated,
+        inputs=dict.fromkeys(buckets),
         params=None,
-        kv_caches=(),
-        slots=None,
+        state=StepState((), None, None),
+        sizes=None,
         phases_s={},
     )
     with mock.patch("jaxserve.engine.engine.start", return_value=parts):

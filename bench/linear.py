@@ -1,15 +1,20 @@
-"""Device time of products with a weight for few tokens, ours and XLA's, on one GPU.
+"""Device time of products with a weight, ours and XLA's, on one GPU.
 
     PYTHONPATH=. python bench/linear.py --output bench/results/linear_h200.json
+    PYTHONPATH=. python bench/linear.py --tokens 128 256 512 1024 2048 8192 \\
+        --output bench/results/linear_many_h200.json
     PYTHONPATH=. python bench/linear.py --tune --output ...
 
+Ours is Triton's, and for more than `tuning.MAX_TOKENS` tokens Mosaic GPU's, on Hopper.
+
 Each kernel is checked against plain JAX, then called with weights in turn that together exceed the
-L2 cache; times are the profiler's, medians of two passes. XLA's side is cuBLAS, with XLA's own
-kernel for the gate after it: the gap between two kernels of a graph is counted with it.
+L2 cache; times are the profiler's, medians of two passes. XLA's side is what the engine would run:
+cuBLAS's first choice, with XLA's own kernel for the gate after it; the gap between two kernels of a
+graph is counted with it.
 
 `--tune` first times candidates and writes the fastest to `pallas_kernels/linear/tuning.json`, which
-the kernels read; it keeps what other GPUs measured there, and
-with `--kinds` the other kinds' entries.
+the kernels read; it keeps what other GPUs measured there, and the entries of the kinds and tokens
+that were not asked for. Parts are charged for what the next kernel reads of them.
 """
 
 import argparse
@@ -17,48 +22,32 @@ import dataclasses
 import functools
 import json
 import statistics
+import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from linear_cuts import Product, candidates, parts_s
 
 from jaxserve.bench.ceilings import copy_bandwidth
 from jaxserve.bench.environment import describe
 from jaxserve.bench.profile import trace
 from jaxserve.bench.timing import FLAG_OVER, spread_of
-from pallas_kernels.linear import reference, triton_kernel, tuning
+from jaxserve.engine.programs import GPU_OPTIONS
+from pallas_kernels.linear import mosaic_kernel, reference, triton_kernel, tuning
 
+WARM_UP_S = 0.3
 ROTATED_BYTES = 200e6
 ROUNDS = 8
 GAP_S = 0.4e-6
 THREADS = 16
 TOKENS = (1, 32, 64)
-CUTS = [
-    tuning.Tiling(16, 256, 4, 4), tuning.Tiling(16, 256, 4, 6), tuning.Tiling(16, 512, 4, 3),
-    tuning.Tiling(32, 128, 4, 4), tuning.Tiling(32, 256, 4, 3), tuning.Tiling(64, 128, 4, 4),
-    tuning.Tiling(64, 64, 4, 5), tuning.Tiling(128, 64, 4, 4),
-]  # fmt: skip
-
-
-PARTS_CUTS = [
-    tuning.Tiling(16, 256, 4, 4),
-    tuning.Tiling(32, 128, 4, 4),
-    tuning.Tiling(32, 256, 4, 3),
-    tuning.Tiling(64, 128, 4, 3),
-]
-SPLITS = (1, 2, 4, 8)
-
-
-@dataclasses.dataclass(frozen=True)
-class Product:
-    """One of a layer's products, or the head's."""
-
-    name: str
-    out_size: int
-    in_size: int
-    kind: tuning.Kind = "plain"
+TIE = 0.98
+"""Of XLA's time: nearer than this to it, the product is XLA's, which compiles in less time."""
+HEAD_TOKENS = 512
+"""At most for the head: a step has a row for each request."""
 
 
 PRODUCTS = [
@@ -75,11 +64,10 @@ PRODUCTS = [
 ]
 
 
-class Timer:
-    """The inputs of one product for so many tokens, and the right answer."""
+class Inputs:
+    """A product's tokens, as many as are asked for at most, and its weights."""
 
     def __init__(self, product: Product, num_tokens: int) -> None:
-        self.product, self.num_tokens = product, num_tokens
         out_size, in_size = product.out_size, product.in_size
         count = min(max(2, round(ROTATED_BYTES / (2 * out_size * in_size))), 100)
         x_key, *keys = jax.random.split(jax.random.key(0), count + 1)
@@ -87,62 +75,122 @@ class Timer:
         self.x = normal(x_key, (num_tokens, in_size))
         make = jax.jit(lambda key: normal(key, (out_size, in_size)) * in_size**-0.5)
         self.weights = [make(key) for key in keys]
-        out_dtype = jnp.dtype("float32" if "head" in product.name else "bfloat16")
-        self.options = {"gated": product.kind == "gated", "out_dtype": out_dtype}
-        self.by_xla = self._compile(functools.partial(reference.linear, **self.options))
-        self.expected = self.by_xla(self.x, self.weights[0]).astype(jnp.float32)
 
-    def _compile(self, product: Callable) -> Callable:
-        lowered = jax.jit(product).lower(self.x, self.weights[0])
-        return lowered.compile({"xla_gpu_enable_triton_gemm": False})
 
-    def compiled(self, tiling: tuning.Tiling) -> Callable | None:
-        """Our call; None if it needs more shared memory than there is."""
-        call = self._compile(functools.partial(triton_kernel.linear, tiling=tiling, **self.options))
-        try:
-            found = jax.block_until_ready(call(self.x, self.weights[0]))
-        except jax.errors.JaxRuntimeError as error:
-            print(self.product.name, tiling, str(error)[:120], flush=True)
-            return None
-        error = jnp.linalg.norm(found.astype(jnp.float32).sum(0) - self.expected)
-        error = float(error / jnp.linalg.norm(self.expected))
-        if not error < 2e-2:
-            raise ValueError(f"{self.product.name}, {tiling}: relative error {error}")
-        return call
+class Case:
+    """One product for so many tokens: our calls in several cuts, and XLA's. They are compiled by
+    the pool, all before anything is timed."""
 
-    def seconds(self, ours: list[Callable]) -> list[list[float]]:
+    def __init__(
+        self,
+        product: Product,
+        num_tokens: int,
+        cuts: list[tuning.Tiling] | list[tuning.MosaicTiling],
+        pool: Executor,
+    ) -> None:
+        self.product, self.num_tokens, self.cuts = product, num_tokens, cuts
+        kernel = mosaic_kernel if num_tokens > tuning.MAX_TOKENS else triton_kernel
+        sizes = ((num_tokens, product.in_size), (product.out_size, product.in_size))
+        operands = [jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in sizes]
+
+        def compiled(linear: Callable, splits: int = 1, **options: object) -> jax.stages.Compiled:
+            options |= {"gated": product.kind == "gated", "out_dtype": product.out_dtype(splits)}
+            call = jax.jit(functools.partial(linear, **options))
+            return call.lower(*operands).compile(GPU_OPTIONS)
+
+        self.by_xla = pool.submit(compiled, reference.linear)
+        self.by_cut = [pool.submit(compiled, kernel.linear, cut.splits, tiling=cut) for cut in cuts]
+
+    def runs(self, inputs: Inputs) -> dict[tuning.Tiling | tuning.MosaicTiling, Callable]:
+        """Our calls, of the cuts that need no more shared memory than there is. Raises ValueError
+        if one is wrong."""
+        x, weight = inputs.x[: self.num_tokens], inputs.weights[0]
+        expected = self.by_xla.result()(x, weight)
+        calls = {}
+        for cut, future in zip(self.cuts, self.by_cut, strict=True):
+            try:
+                call = future.result()
+                found = jax.block_until_ready(call(x, weight))
+            except jax.errors.JaxRuntimeError as error:
+                print(self.product.name, cut, str(error)[:120], flush=True)
+                continue
+            error = float(relative_error(found, expected))
+            if not error < 2e-2:
+                raise ValueError(f"{self.product.name}, {cut}: relative error {error}")
+            calls[cut] = call
+        return calls
+
+    def seconds(self, calls: list[Callable], inputs: Inputs) -> list[list[float]]:
         """Two passes' medians of each of our calls, then of XLA's: kernels and gaps after them."""
-        rounds = max(2, ROUNDS // len(self.weights))
-        num_calls = rounds * len(self.weights)
+        x, weights = inputs.x[: self.num_tokens], inputs.weights
+        rounds = max(2, ROUNDS // len(weights))
+        num_calls = rounds * len(weights)
 
         def run():
-            for call in (*ours, self.by_xla):
+            for call in (*calls, self.by_xla.result()):
                 for _ in range(rounds):
-                    for weight in self.weights:
-                        done = call(self.x, weight)
+                    for weight in weights:
+                        done = call(x, weight)
             return done
 
-        jax.block_until_ready(run())
-        times = [[] for _ in (*ours, self.by_xla)]
-        for _ in range(2):
-            durations = [event.duration_ns / 1e9 for event in trace(run)]
+        begin = time.monotonic()
+        while time.monotonic() - begin < WARM_UP_S:
+            jax.block_until_ready(run())
+        durations = [event.duration_ns / 1e9 for event in trace(lambda: (run(), run()))]
+        times = [[] for _ in (*calls, self.by_xla)]
+        half = len(durations) // 2
+        for passed in (durations[:half], durations[half:]):
             for i, taken in enumerate(times):
                 # Each of ours is one kernel.
                 first = i * num_calls
-                mine = durations[first : first + num_calls if i < len(ours) else None]
+                mine = passed[first : first + num_calls if i < len(calls) else None]
                 per_call = len(mine) // num_calls
                 sums = [sum(mine[k * per_call : (k + 1) * per_call]) for k in range(num_calls)]
                 taken.append(statistics.median(sums) + per_call * GAP_S)
         return times
 
 
-def candidates(tune: bool, shape: tuning.Shape, capability: str) -> list[tuning.Tiling]:
-    chosen = tuning.choose(capability, shape)
-    if not tune:
-        return [chosen or tuning.DEFAULT]
-    if shape.kind != "parts":
-        return CUTS
-    return [dataclasses.replace(cut, splits=splits) for cut in PARTS_CUTS for splits in SPLITS]
+@jax.jit
+def relative_error(found: jax.Array, expected: jax.Array) -> jax.Array:
+    """Of `found`, in one part or several."""
+    found = found.astype(jnp.float32).reshape(-1, *expected.shape).sum(0)
+    expected = expected.astype(jnp.float32)
+    return jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected)
+
+
+def speed(product: Product, num_tokens: int, kernel_s: float, copy_bytes_per_s: float) -> dict:
+    """What bounds a product: arithmetic, or reading the weight."""
+    values = product.out_size * product.in_size
+    if num_tokens > tuning.MAX_TOKENS:
+        return {"tflop_per_s": round(2 * num_tokens * values / kernel_s / 1e12, 1)}
+    return {"of_copy_bandwidth": round(2 * values / kernel_s / copy_bytes_per_s, 3)}
+
+
+def tuned(
+    product: Product,
+    num_tokens: int,
+    capability: str,
+    cut: tuning.Tiling | tuning.MosaicTiling | None,
+) -> dict:
+    """An entry of `tuning.json`."""
+    shape = product.shape(num_tokens)
+    tokens = (
+        {"min_tokens": num_tokens}
+        if num_tokens > tuning.MAX_TOKENS
+        else {"tile_tokens": shape.tile_tokens}
+    )
+    return {
+        "compute_capability": capability,
+        "kind": product.kind,
+        **tokens,
+        "out_size": product.out_size,
+        "in_size": product.in_size,
+        "tiling": cut and dataclasses.asdict(cut),
+    }
+
+
+def tokens_of(entry: dict) -> int:
+    return entry["min_tokens"] if "min_tokens" in entry else entry["tile_tokens"]
 
 
 def main() -> None:
@@ -152,58 +200,75 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true", help="write tuning.json first")
     parser.add_argument("--output", type=Path, required=True, help="the result file")
     parser.add_argument("--kinds", nargs="+", default=["plain", "gated", "parts"])
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     args = parser.parse_args()
     capability = jax.devices()[0].compute_capability
+    if capability != "9.0" and max(args.tokens) > tuning.MAX_TOKENS:
+        parser.error(
+            f"more than {tuning.MAX_TOKENS} tokens need a GPU of compute capability 9.0, "
+            f"not {capability}"
+        )
     path = Path(tuning.__file__).with_name("tuning.json")
-    entries = [e for e in json.loads(path.read_text())["entries"]
-               if e["compute_capability"] != capability or e["kind"] not in args.kinds]  # fmt: skip
+    entries = [
+        entry
+        for entry in json.loads(path.read_text())["entries"]
+        if entry["compute_capability"] != capability
+        or entry["kind"] not in args.kinds
+        or tokens_of(entry) not in args.tokens
+    ]
     result = describe(threads=1) | {
         "benchmark": "linear",
         "gpu": jax.devices()[0].device_kind,
         "copy_bytes_per_s": copy_bandwidth().value,
         "rows": [],
     }
-    for product in (p for p in PRODUCTS if p.kind in args.kinds):
-        for num_tokens in TOKENS:
-            shape = tuning.Shape(
-                product.kind, num_tokens, product.out_size, product.in_size, "bfloat16"
-            )
-            timer = Timer(product, num_tokens)
-            cuts = candidates(args.tune, shape, capability)
-            with ThreadPoolExecutor(THREADS) as pool:
-                ours = list(pool.map(timer.compiled, cuts))
-            runs = [(cut, call) for cut, call in zip(cuts, ours, strict=True) if call]
-            *times, xla_times = timer.seconds([call for _, call in runs])
-            best, (cut, _) = min(zip(times, runs, strict=True), key=lambda pair: min(pair[0]))
+
+    def cuts(product: Product, num_tokens: int) -> list[tuning.Tiling] | list[tuning.MosaicTiling]:
+        likely = candidates(product, num_tokens)
+        if args.tune:
+            return likely
+        # Where that is XLA's, one to compare.
+        return [tuning.choose(capability, product.shape(num_tokens)) or likely[0]]
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        cases = {
+            product: [
+                Case(product, num_tokens, cuts(product, num_tokens), pool)
+                for num_tokens in args.tokens
+                if not product.is_head or num_tokens <= HEAD_TOKENS
+            ]
+            for product in PRODUCTS
+            if product.kind in args.kinds
+        }
+    for product, by_tokens in cases.items():
+        inputs = Inputs(product, max(args.tokens))
+        for case in by_tokens:
+            calls = case.runs(inputs)
+            *times, xla_times = case.seconds(list(calls.values()), inputs)
+
+            def cost(pair: tuple, product=product, num_tokens=case.num_tokens) -> float:
+                taken, cut = pair
+                return min(taken) + parts_s(product, num_tokens, cut.splits)
+
+            fastest = min(zip(times, calls, strict=True), key=cost)
+            best, cut = fastest
             spread = max(spread_of(best), spread_of(xla_times))
-            weight_bytes = 2 * product.out_size * product.in_size
             row = {
                 "product": product.name,
-                "num_tokens": num_tokens,
+                "num_tokens": case.num_tokens,
                 "time_us": round(1e6 * min(best), 2),
                 "xla_time_us": round(1e6 * min(xla_times), 2),
-                "of_copy_bandwidth": round(
-                    weight_bytes / (min(best) - GAP_S) / result["copy_bytes_per_s"], 3
-                ),
                 "tiling": dataclasses.asdict(cut),
                 "spread": spread,
                 "flagged": spread > FLAG_OVER,
-            }
+            } | speed(product, case.num_tokens, min(best) - GAP_S, result["copy_bytes_per_s"])
             print(json.dumps(row | {"all": [round(1e6 * min(t), 1) for t in times]}), flush=True)
             result["rows"].append(row)
-            # After each row: a machine lent for minutes may go away.
+            # After each row, so that an interrupted run keeps its rows.
             args.output.write_text(json.dumps(result, indent=2) + "\n")
             if args.tune:
-                entries.append(
-                    {
-                        "compute_capability": capability,
-                        "tile_tokens": shape.tile_tokens,
-                        "kind": product.kind,
-                        "out_size": product.out_size,
-                        "in_size": product.in_size,
-                        "tiling": dataclasses.asdict(cut) if min(best) < min(xla_times) else None,
-                    }
-                )
+                faster = cost(fastest) < TIE * min(xla_times)
+                entries.append(tuned(product, case.num_tokens, capability, cut if faster else None))
                 path.write_text(json.dumps({"entries": entries}, indent=2) + "\n")
 
 

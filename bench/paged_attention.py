@@ -1,12 +1,14 @@
 """Device time of paged attention on one GPU, against its copy bandwidth and GEMM rate.
 
     python bench/paged_attention.py --output bench/results/paged_attention_h200.json
+    python bench/paged_attention.py --output skewed.json --only skewed
     python bench/paged_attention.py --tune
 
 Each row is checked against plain JAX, warmed up, and timed in two passes over caches that
 together exceed the L2 cache. Times are the profiler's, of the attention kernels alone, and of the
 faster pass; `spread` says how much slower the other was. Decode is held against bytes of context
-read, prefill against the operations of causal attention.
+read, prefill against the operations of causal attention. The contexts of a skewed batch are spread
+as in chat traffic; the decode batch of the same size and mean follows it.
 
 `--tune` times candidates and writes the fastest to `pallas_kernels/paged_attention/tuning.json`,
 which the kernels read; it keeps what other GPUs measured there.
@@ -72,10 +74,28 @@ class Work:
 
 
 LLAMA_8B, QWEN_05B = (32, 8, 128), (14, 2, 64)
+UNEQUAL = ((12, 1903, 3169), (32, 1419, 2773), (63, 1143, 2541), (128, 846, 2459),
+           (254, 630, 2361), (511, 399, 2111))  # fmt: skip
+"""(rows, mean context, longest context) of decode batches met in ShareGPT's conversations."""
 
 
 def decode(batch: int, context: int, heads: tuple[int, int, int], block_size: int) -> Work:
     return Work(f"decode-{batch}x{context}", ((1, context),) * batch, *heads, block_size)
+
+
+def skewed(
+    batch: int, mean: int, longest: int, heads: tuple[int, int, int], block_size: int
+) -> Work:
+    """Contexts at the quantiles of the lognormal of this mean and maximum, in random order."""
+    normal = [statistics.NormalDist().inv_cdf((i + 0.5) / batch) for i in range(batch)]
+    for sigma in np.arange(0, 3, 0.01):
+        contexts = np.exp(sigma * np.array(normal))
+        contexts *= mean / contexts.mean()
+        if contexts.max() >= longest:
+            break
+    contexts = np.random.default_rng(0).permutation(contexts.round().astype(int))
+    rows = tuple((1, context) for context in contexts.tolist())
+    return Work(f"skewed-{batch}x{mean}", rows, *heads, block_size)
 
 
 def prefill(length: int, heads: tuple[int, int, int], block_size: int) -> Work:
@@ -100,23 +120,17 @@ def make_inputs(work: Work) -> tuple[dict[str, jax.Array], list[jax.Array]]:
     num_blocks = sum(owned) + 1
     free = iter(rng.permutation(np.arange(1, num_blocks)))
     tables = np.zeros((len(work.rows), max(owned)), np.int32)
-    slots = []
-    for table, blocks, (count, context) in zip(tables, owned, work.rows, strict=True):
+    for table, blocks in zip(tables, owned, strict=True):
         table[:blocks] = list(itertools.islice(free, blocks))
-        positions = np.arange(context - count, context)
-        slots.append(table[positions // size] * size + positions % size)
-    q_key, k_key, v_key, cache_key = jax.random.split(jax.random.key(0), 4)
+    q_key, cache_key = jax.random.split(jax.random.key(0))
     normal = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
-    kv_shape = (work.num_tokens, work.num_kv_heads, work.head_dim)
     starts = np.cumsum([0] + [count for count, _ in work.rows])
     arguments = {
         "q": normal(q_key, (work.num_tokens, work.num_heads, work.head_dim)),
-        "k": normal(k_key, kv_shape),
-        "v": normal(v_key, kv_shape),
+        "counters": jnp.zeros((work.num_tokens, work.num_kv_heads), jnp.int32),
         "block_tables": jnp.asarray(tables),
         "query_starts": jnp.asarray(starts, jnp.int32),
         "context_lens": jnp.asarray([context for _, context in work.rows], jnp.int32),
-        "kv_slots": jnp.asarray(np.concatenate(slots), jnp.int32),
         "num_decode_rows": jnp.int32(work.num_decode),
     }
     shape = (num_blocks, work.num_kv_heads, 2, size, work.head_dim)
@@ -146,21 +160,18 @@ class Timer:
         self.arguments, self.caches = make_inputs(work)
         self.options = {"scale": work.head_dim**-0.5, "sliding_window": None}
         reference = jax.jit(functools.partial(paged_attention, impl="reference", **self.options))
-        self.expected = reference(**self.arguments, kv_cache=self.caches[0])[0]
+        self.expected = reference(**self.arguments, kv_cache=self.caches[0])
 
     def seconds(self, choice: tuning.Choice) -> list[float]:
         """Medians of two passes over the caches; ValueError if the output is wrong."""
-        call = jax.jit(
-            functools.partial(gpu.paged_attention, choice=choice, **self.options),
-            donate_argnames="kv_cache",
-        )
+        call = jax.jit(functools.partial(gpu.paged_attention, choice=choice, **self.options))
 
         def run():
-            for i, cache in enumerate(self.caches):
-                out, self.caches[i] = call(**self.arguments, kv_cache=cache)
+            for cache in self.caches:
+                out = call(**self.arguments, kv_cache=cache)
             return out
 
-        out, self.caches[0] = call(**self.arguments, kv_cache=self.caches[0])
+        out = call(**self.arguments, kv_cache=self.caches[0])
         error = jnp.linalg.norm((out - self.expected).astype(jnp.float32))
         error /= jnp.linalg.norm(self.expected.astype(jnp.float32))
         if not error < 1e-2:
@@ -209,7 +220,7 @@ def figures(work: Work, passes: list[float], ceilings: dict[str, float]) -> dict
     return result
 
 
-def measure(output: Path) -> None:
+def measure(output: Path, only: str) -> None:
     works = [
         *(decode(b, 1024, LLAMA_8B, 16) for b in (1, 32, 128, 256)),
         decode(128, 4096, LLAMA_8B, 16),
@@ -219,6 +230,14 @@ def measure(output: Path) -> None:
         prefill(8192, QWEN_05B, 64),
         *(prompts(16, 512, heads, 16) for heads in (LLAMA_8B, QWEN_05B)),
         mixed(LLAMA_8B, 64),
+        *(
+            work
+            for batch, mean, longest in UNEQUAL
+            for work in (
+                skewed(batch, mean, longest, LLAMA_8B, 16),
+                decode(batch, mean, LLAMA_8B, 16),
+            )
+        ),
     ]
     device = jax.devices()[0]
     ceilings = {
@@ -232,6 +251,8 @@ def measure(output: Path) -> None:
         "rows": [],
     }
     for work in works:
+        if only not in work.name:
+            continue
         timer = Timer(work)
         only_decode = work.num_decode == len(work.rows)
         for impl in ("triton",) if only_decode else ("triton", "mosaic"):
@@ -239,7 +260,7 @@ def measure(output: Path) -> None:
             row = {"impl": impl, **figures(work, timer.seconds(choice), ceilings)}
             print(json.dumps(row), flush=True)
             result["rows"].append(row)
-            # After each row: a machine lent for minutes may go away.
+            # After each row, so that an interrupted run keeps its rows.
             output.write_text(json.dumps(result, indent=2) + "\n")
 
 
@@ -311,13 +332,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tune", action="store_true", help="write tuning.json instead")
     parser.add_argument("--output", type=Path, help="the result file")
+    parser.add_argument("--only", default="", help="measure the works with this in their name")
     args = parser.parse_args()
     if args.tune == bool(args.output):
         parser.error("give either --tune or --output")
     if args.tune:
         tune()
     else:
-        measure(args.output)
+        measure(args.output, args.only)
 
 
 if __name__ == "__main__":

@@ -31,8 +31,8 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     """Most tokens in one step; None: 2048 on a GPU, 256 on a CPU."""
     num_scheduler_steps: int | None = None
-    """Most decode steps in one dispatch, if all rows decode; None: 8 on a GPU at the batch sizes
-    where these take less than 20 ms, else 1."""
+    """Most decode steps in one dispatch, if all rows decode; None: on a GPU 8, or 4 or 2 for larger
+    models, at the batch sizes where these take less than 20 ms, else 1."""
     block_size: int = 16
     """Tokens of one KV-cache block; a power of two from 8 to 128."""
     gpu_memory_utilization: float = 0.9
@@ -43,8 +43,8 @@ class EngineConfig:
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     tensor_parallel_size: int = 1
     attention_impl: Literal["auto", "reference", "triton", "mosaic"] = "auto"
-    """"auto": "mosaic" on a Hopper GPU, with a kernel of its own for long prefills, "triton" on any
-    other GPU, "reference" on a CPU."""
+    """"auto": "mosaic" on a Hopper GPU, with kernels of its own for long prefills and large
+    products, "triton" on any other GPU, "reference" on a CPU."""
     max_logprobs: int = 20
     """Most candidates that a request may ask for at one position."""
     seed: int = 0

@@ -14,11 +14,13 @@ from typing import Literal
 import pytest
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    # Before JAX is first imported, which reads both.
+def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
+    """Adds none: of all hooks only this one runs before the conftest files of folders that the
+    command line names are imported, which may start JAX."""
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=4".strip()
-    if not _runs_on_gpu(config):
+    options = pluginmanager.get_plugin("pytestconfig").known_args_namespace
+    if options.markexpr.strip() != "gpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
 
 
@@ -27,10 +29,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for name in ("gpu", "clients"):
             if name in item.keywords and config.option.markexpr.strip() != name:
                 item.add_marker(pytest.mark.skip(reason=f"runs with -m {name}"))
-
-
-def _runs_on_gpu(config: pytest.Config) -> bool:
-    return config.option.markexpr.strip() == "gpu"
 
 
 @pytest.fixture

@@ -136,14 +136,19 @@ def latency(*results: dict) -> Table:
 def linear(result: dict) -> Table:
     """Each product's kernel and cuBLAS's."""
     lines = [
-        "| product | tokens | our kernel | of copy bandwidth | cuBLAS |",
+        "| product | tokens | our kernel | | cuBLAS |",
         "|---|---|---|---|---|",
     ]
     for row in result["rows"]:
         flag = " !" if row["flagged"] else ""
+        speed = (
+            f"{row['tflop_per_s']:.0f} TFLOP/s"
+            if "tflop_per_s" in row
+            else f"{100 * row['of_copy_bandwidth']:.0f}% of copy bandwidth"
+        )
         lines.append(
             f"| {row['product']} | {row['num_tokens']} | {row['time_us']:.1f} us{flag} | "
-            f"{100 * row['of_copy_bandwidth']:.0f}% | {row['xla_time_us']:.1f} us |"
+            f"{speed} | {row['xla_time_us']:.1f} us |"
         )
     return lines
 
@@ -172,6 +177,8 @@ TABLES: dict[str, Callable[..., Table]] = {
     "paged_attention_h200": paged_attention,
     "latency-*": latency,
     "linear_h200": linear,
+    "linear_many_h200": linear,
+    "linear_between_h200": linear,
     "step_report-*": step_reports,
     "launch_overhead": launch_overhead,
 }

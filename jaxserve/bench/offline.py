@@ -9,7 +9,9 @@ from jaxserve.bench.timing import Row, measure
 from jaxserve.bench.workloads import TokenRequest, make_requests
 
 SHORT_OUTPUT = 64
-"""Output tokens of the shorter of a decode step's two runs, and most of a warm-up's requests."""
+"""Most output tokens of the shorter of a decode step's two runs, and of a warm-up's requests."""
+WARM_REQUESTS = 128
+"""Most requests of a workload's warm-up."""
 _PROFILED = (8, 24)
 
 
@@ -161,10 +163,10 @@ def _per_step(few: KernelStats, many: KernelStats) -> dict[str, float]:
 
 
 def _timed(engine: OfflineEngine, requests: Sequence[TokenRequest], warm_up_s: float) -> Row:
-    # As many as run at once, cut short: a round of warm-up must not take as long as a pass.
+    # Some, cut short: a round of warm-up must not take as long as a pass.
     warm = [
         TokenRequest(request.prompt_token_ids, min(request.output_len, SHORT_OUTPUT))
-        for request in requests[: engine.max_num_seqs]
+        for request in requests[:WARM_REQUESTS]
     ]
     return measure(lambda: _seconds(engine, requests), lambda: _run(engine, warm), warm_up_s)
 

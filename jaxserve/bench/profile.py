@@ -22,8 +22,11 @@ class DeviceEvent(NamedTuple):
 def trace(run: Callable[[], object]) -> list[DeviceEvent]:
     """The events until `run` has returned and what it returned is ready, in the order of their
     starts."""
+    options = jax.profiler.ProfileOptions()
+    # Calls of Python functions, which nobody reads here.
+    options.python_tracer_level = 0
     with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
+        with jax.profiler.trace(folder, profiler_options=options):
             jax.block_until_ready(run())
         (path,) = Path(folder).rglob("*.xplane.pb")
         return device_events(ProfileData.from_file(str(path)))

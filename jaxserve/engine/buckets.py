@@ -13,15 +13,26 @@ class Bucket:
 
 
 def make_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[Bucket, ...]:
-    """Powers of two up to the token budget, the budget itself, and `max_num_seqs`, at most as much.
+    """Sizes up to the token budget, the budget itself, and `max_num_seqs`, at most as much.
 
+    A few tokens cost a step about as much as one, so that the first sizes are far apart. From 256
+    tokens on arithmetic takes its time, and there are sizes between two powers of two: closest
+    together where many sequences decode while a few prompts are read.
     Every row has at least one token, so a step of T tokens has at most min(T, max_num_seqs) rows
     and one number picks the shape: there are no gaps. However many sequences decode, there is a
     bucket of as many rows as tokens for them.
     """
-    powers = {1 << i for i in range((max_num_batched_tokens - 1).bit_length())}
-    sizes = sorted(powers | {max_num_seqs, max_num_batched_tokens})
-    return tuple(Bucket(t, min(t, max_num_seqs)) for t in sizes)
+    powers = [1, 4, *(1 << i for i in range(4, max_num_batched_tokens.bit_length()))]
+    between = [
+        power + power * i // parts
+        for power in powers
+        if power >= 256
+        for parts in (4 if 512 <= power < 2048 else 2,)
+        for i in range(1, parts)
+    ]
+    sizes = {*powers, *between, max_num_seqs, max_num_batched_tokens}
+    fitting = sorted(size for size in sizes if size <= max_num_batched_tokens)
+    return tuple(Bucket(size, min(size, max_num_seqs)) for size in fitting)
 
 
 def pick_bucket(buckets: tuple[Bucket, ...], num_tokens: int) -> Bucket:

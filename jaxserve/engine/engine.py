@@ -17,7 +17,7 @@ from jaxserve.engine.batch_builder import BatchBuilder
 from jaxserve.engine.buckets import pick_bucket
 from jaxserve.engine.grammar_masks import GrammarMasks
 from jaxserve.engine.in_flight import InFlight
-from jaxserve.engine.logprobs import launch_logprobs, tile_size
+from jaxserve.engine.logprobs import launch_logprobs
 from jaxserve.engine.preparer import RequestPreparer
 from jaxserve.engine.prompts import Prompt
 from jaxserve.engine.request_state import Feature, RequestState, Submission
@@ -200,7 +200,8 @@ class Engine:
         self._children.clear()
         self._features.clear()
         self._in_flight.clear()
-        if any(array.is_deleted() for array in jax.tree.leaves((parts.kv_caches, parts.slots))):
+        arrays = jax.tree.leaves((parts.state, *parts.inputs.values()))
+        if any(array.is_deleted() for array in arrays):
             parts.make_state()
 
     # The loop.
@@ -230,7 +231,7 @@ class Engine:
                     self._load_slot(row.slot, state)
         bucket = pick_bucket(parts.buckets, scheduled.num_tokens)
         packed = self._builder.build(scheduled, self._states, parts.programs.layouts[bucket])
-        packed = jax.device_put(packed, parts.host_input)
+        packed = jax.device_put(packed, parts.host)
         previous = self._in_flight[-1] if self._in_flight else None
         token_masks = parts.no_masks[bucket]
         if self._features[Feature.GRAMMAR]:
@@ -239,17 +240,17 @@ class Engine:
                 token_masks = jax.device_put(masks, parts.replicated)
         programs = parts.programs
         steps = programs.steps if scheduled.num_steps == 1 else programs.decode_steps
-        parts.kv_caches, parts.slots, output = steps[bucket](
-            parts.params, parts.kv_caches, parts.slots, packed, token_masks
-        )
-        output.token_ids.copy_to_host_async()
+        inputs = parts.inputs[bucket] = programs.receive[bucket](parts.inputs[bucket], packed)
+        parts.state = steps[bucket](parts.params, parts.state, inputs, token_masks)
+        # The next dispatch need not wait until these have been read.
+        token_ids = programs.copy(parts.state.output.token_ids)
+        token_ids.copy_to_host_async()
         logprobs = None
         if self._features[Feature.LOGPROBS] or self._features[Feature.PROMPT_LOGPROBS]:
             logprobs = launch_logprobs(
-                programs.logprobs[bucket],
-                tile_size(programs.layouts[bucket]),
+                programs.logprobs,
                 parts.params,
-                output,
+                parts.state.output,
                 scheduled,
                 self._states,
                 parts.replicated,
@@ -257,13 +258,13 @@ class Engine:
         launched = time.monotonic()
         if previous is not None:
             self._steps.observe_gap(scheduled, self._gap_between(previous, launched))
-        self._in_flight.append(InFlight(scheduled, output, logprobs, launched))
+        self._in_flight.append(InFlight(scheduled, token_ids, logprobs, launched))
         self._num_steps += scheduled.num_steps
 
     def _gap_between(self, previous: InFlight, launched: float) -> float:
         if previous.arrived_s is not None:
             return launched - previous.arrived_s
-        if not previous.output.token_ids.is_ready():
+        if not previous.device_token_ids.is_ready():
             return 0.0
         return launched - max(previous.launched_s, self._resolved_s)
 
@@ -276,9 +277,10 @@ class Engine:
             state.bad_word_token_ids,
             self.model_config.vocab_size,
         )
-        self._parts.slots = self._parts.programs.load_slot(
-            self._parts.slots, *jax.device_put((np.int32(slot), *rows), self._parts.replicated)
-        )
+        parts = self._parts
+        rows = jax.device_put((np.int32(slot), *rows), parts.replicated)
+        slots = parts.programs.load_slot(parts.state.slots, *rows)
+        parts.state = parts.state._replace(slots=slots)
 
     def _resolve(self, in_flight: InFlight) -> list[OutputDelta]:
         scheduled, step_logprobs = in_flight.scheduled, in_flight.logprobs

@@ -3,17 +3,18 @@
 import time
 from dataclasses import dataclass, field
 
+import jax
 import numpy as np
 
 from jaxserve.engine.logprobs import StepLogprobs
-from jaxserve.engine.step import StepOutput
 from scheduler import SchedulerOutput
 
 
 @dataclass(slots=True)
 class InFlight:
     scheduled: SchedulerOutput
-    output: StepOutput
+    device_token_ids: jax.Array
+    """By step and row."""
     logprobs: StepLogprobs | None
     launched_s: float
     arrived_s: float | None = None
@@ -23,8 +24,9 @@ class InFlight:
     def token_ids(self) -> list[tuple[int, ...]]:
         """For each scheduled row, one a step; waits for the end."""
         if self.arrived_s is None:
-            sampled = np.asarray(self.output.token_ids)
-            steps = sampled[:, : len(self.scheduled.scheduled)].tolist()
+            sampled = np.asarray(self.device_token_ids)
+            rows = self.scheduled.scheduled
+            steps = sampled[: self.scheduled.num_steps, : len(rows)].tolist()
             self._token_ids = list(zip(*steps, strict=True))
             self.arrived_s = time.monotonic()
         return self._token_ids

@@ -4,6 +4,7 @@ It scores positions of the step's hidden states anew, a tile at a time, so that 
 never holds T x V logits, and one that nobody asks for costs nothing.
 """
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -12,28 +13,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Int32
 
-from jaxserve.engine.forward_batch import BatchLayout
 from jaxserve.engine.request_state import RequestState
-from jaxserve.engine.step import StepOutput
+from jaxserve.engine.state import StepOutput
 from jaxserve.model.definition import ModelDefinition, Params
 from jaxserve.sampling import TokenLogprobs, token_logprobs
 from scheduler import SchedulerOutput
 from sharding import partition_specs
 
-_MAX_TILE = 64
-
-
-def tile_size(layout: BatchLayout) -> int:
-    """Positions that are scored at once."""
-    return min(_MAX_TILE, layout.bucket.num_tokens)
+LOGPROBS_TILES = (1, 8, 64)
+"""How many positions are scored at once: as few of these as hold them all."""
 
 
 def make_logprobs(
     definition: ModelDefinition, mesh: Mesh, max_logprobs: int
 ) -> Callable[..., TokenLogprobs]:
-    """(params, hidden, sampled, queries) -> log-probabilities, for one bucket's shapes.
+    """(params, output, queries) -> log-probabilities, whatever the step's bucket.
 
     Each query is a flat position and a token to score there: its id, or -1 - b for the one that
     row b has sampled.
@@ -41,19 +37,18 @@ def make_logprobs(
 
     def score(
         params: Params,
-        hidden: Float[Array, "T D"],
-        sampled: Int32[Array, "1 B"],
+        output: StepOutput,
         queries: Int32[Array, "n 2"],
     ) -> TokenLogprobs:
         positions, tokens = queries[:, 0], queries[:, 1]
-        token_ids = jnp.where(tokens < 0, sampled[0, -1 - tokens], tokens)
-        logits = definition.bind(params).logits(hidden[positions])
+        token_ids = jnp.where(tokens < 0, output.token_ids[0, -1 - tokens], tokens)
+        logits = definition.bind(params).logits(output.hidden[positions])
         return token_logprobs(logits, token_ids, max_logprobs)
 
     sharded = jax.shard_map(
         score,
         mesh=mesh,
-        in_specs=(partition_specs(definition.abstract_params), P(), P(), P()),
+        in_specs=(partition_specs(definition.abstract_params), P(), P()),
         out_specs=P(),
         check_vma=False,
     )
@@ -77,15 +72,14 @@ class StepLogprobs:
 
 
 def launch_logprobs(
-    program: Callable[..., TokenLogprobs],
-    tile: int,
+    programs: Mapping[int, Callable[..., TokenLogprobs]],
     params: Params,
     output: StepOutput,
     scheduled: SchedulerOutput,
     states: Mapping[str, RequestState],
     sharding: NamedSharding,
 ) -> StepLogprobs | None:
-    """Score what the rows of a launched step ask for, if they do."""
+    """Score what the rows of a launched step ask for, if they do; `programs` are by tile."""
     queries: list[tuple[int, int]] = []
     sampled, prompts = {}, {}
     flat = 0
@@ -102,10 +96,10 @@ def launch_logprobs(
     if not queries:
         return None
     tiles = []
-    for first in range(0, len(queries), tile):
-        part = np.zeros((tile, 2), np.int32)
-        part[: len(queries) - first] = queries[first : first + tile]
-        tiles.append(
-            program(params, output.hidden, output.token_ids, jax.device_put(part, sharding))
-        )
+    for part in itertools.batched(queries, max(programs)):
+        tile = min(size for size in programs if size >= len(part))
+        padded = np.zeros((tile, 2), np.int32)
+        padded[: len(part)] = part
+        padded = jax.device_put(padded, sharding)
+        tiles.append(programs[tile](params, output, padded))
     return StepLogprobs(sampled, prompts, tiles)

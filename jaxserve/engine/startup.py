@@ -22,24 +22,26 @@ from jaxserve.engine.programs import (
     Programs,
     compile_programs,
     executables_folder,
-    input_sharding,
+    host_sharding,
     lower_step,
     padding_batch,
     token_masks_shape,
     use_compilation_cache,
 )
+from jaxserve.engine.state import StateSizes, StepState, bytes_beside_kv_cache, new_state
 from jaxserve.model.attention import AttentionImpl
 from jaxserve.model.definition import ModelDefinition
 from jaxserve.model.loader import load_model_params, read_config
 from jaxserve.model.resolve import resolve_model
-from jaxserve.sampling import SlotState, new_slot_state
 from jaxserve.text.tokenizer import Tokenizer
 from scheduler import SchedulerConfig
 from sharding import make_mesh
 
-GPU_SCHEDULER_STEPS = 8
+MAX_SCHEDULER_STEPS = 8
 MAX_DISPATCH_S = 0.02
 """Decode steps are put in one dispatch where they take no longer than this together."""
+READ_BYTES_PER_S = 4.2e12
+"""Of an H200's memory, as measured: on a slower GPU fewer batch sizes pass the test of warm-up."""
 TRIES = 3
 """The fastest counts: a GPU that was idle has yet to raise its clock."""
 
@@ -60,11 +62,14 @@ class EngineParts:
     no_masks: dict[Bucket, jax.Array]
     """The token masks of a step without a grammar, which are not read."""
     replicated: NamedSharding
-    host_input: NamedSharding
-    """Where a packed batch goes."""
+    host: NamedSharding
+    """Where a packed batch goes first."""
+    inputs: dict[Bucket, jax.Array]
+    """Where the steps read it."""
     params: Any
-    kv_caches: tuple[jax.Array, ...]
-    slots: SlotState
+    state: StepState | None
+    """None when closed."""
+    sizes: StateSizes
     phases_s: dict[str, float]
 
     def num_decode_steps(self, num_running: int) -> int:
@@ -81,26 +86,26 @@ class EngineParts:
         """(the program of a dispatch, yet to be compiled; how many steps it takes): each step of so
         many tokens, and all of them of decode rows, or not."""
         num_steps = self.num_decode_steps(num_tokens) if decode else 1
-        config, mesh = self.scheduler_config, self.replicated.mesh
+        mesh = self.replicated.mesh
         layout = self.programs.layouts[pick_bucket(self.buckets, num_tokens)]
-        lowered = lower_step(
-            self.definition, mesh, layout, num_steps, config.num_blocks, config.max_num_seqs
-        )
-        return lowered, num_steps
+        return lower_step(self.definition, mesh, layout, num_steps, self.sizes), num_steps
 
     def make_state(self) -> None:
-        """Make the KV cache and the slots' state anew, empty."""
-        config, mesh = self.scheduler_config, self.replicated.mesh
-        self.kv_caches = self.definition.init_kv_caches(config.num_blocks, config.block_size, mesh)
-        vocab_size = self.definition.config.vocab_size
-        self.slots = _make_slots(config.max_num_seqs, vocab_size, self.replicated)
+        """Anew, of no request, and what the steps read. The old goes first: both may not fit."""
+        _delete(self.state, *self.inputs.values())
+        self.state = new_state(self.definition, self.replicated.mesh, self.sizes)
+        self.inputs = _make_inputs(self.programs.layouts, self.replicated)
 
     def free(self) -> None:
         """Delete the device arrays."""
-        masks = tuple(self.no_masks.values())
-        for array in jax.tree.leaves((self.params, self.kv_caches, self.slots, masks)):
-            array.delete()
-        self.params, self.kv_caches, self.slots, self.no_masks = None, (), None, {}
+        _delete(self.params, self.state, *self.inputs.values(), *self.no_masks.values())
+        self.params, self.state, self.inputs, self.no_masks = None, None, {}, {}
+
+
+def _delete(*trees: Any) -> None:
+    """What a step has taken already may be among them."""
+    for array in jax.tree.leaves(trees):
+        array.delete()
 
 
 class _Phases:
@@ -154,7 +159,6 @@ def start(config: EngineConfig) -> EngineParts:
         tokenizer = None if config.skip_tokenizer_init else Tokenizer(folder)
         eos = model_config.eos_token_ids if tokenizer is None else tokenizer.eos_token_ids
 
-    steps_per_dispatch = config.num_scheduler_steps or (GPU_SCHEDULER_STEPS if on_gpu else 1)
     bytes_per_block = definition.kv_block_bytes(config.block_size)
     max_blocks = -(-max_model_len // config.block_size)
     buckets = make_buckets(max_num_seqs, max_num_batched_tokens)
@@ -166,7 +170,7 @@ def start(config: EngineConfig) -> EngineParts:
 
     replicated = NamedSharding(mesh, P())
     cache = ExecutableCache(
-        executables_folder() if on_gpu else None, mesh, model_config, dtype, impl, max_num_seqs
+        executables_folder() if on_gpu else None, mesh, model_config, dtype, impl
     )
 
     def blocks_beside(temp_bytes: int) -> int:
@@ -175,7 +179,7 @@ def start(config: EngineConfig) -> EngineParts:
             config.kv_cache_memory_bytes,
             config.gpu_memory_utilization,
             weight_bytes,
-            temp_bytes,
+            temp_bytes + state_bytes,
         )
         return num_kv_blocks(budget, bytes_per_block, config.block_size, max_model_len)
 
@@ -184,20 +188,24 @@ def start(config: EngineConfig) -> EngineParts:
             params = load_model_params(folder, definition, mesh, config.load_format, config.seed)
             return jax.block_until_ready(params)
 
-    def compiled(num_blocks: int) -> Programs:
-        return compile_programs(
-            definition,
-            mesh,
-            layouts,
+    def sizes_of(num_blocks: int) -> StateSizes:
+        return StateSizes(
             num_blocks,
+            config.block_size,
             max_num_seqs,
-            config.max_logprobs,
+            max_num_batched_tokens,
             steps_per_dispatch,
-            cache,
         )
 
-    slots = jax.block_until_ready(_make_slots(max_num_seqs, model_config.vocab_size, replicated))
+    def compiled(num_blocks: int) -> Programs:
+        sizes = sizes_of(num_blocks)
+        return compile_programs(definition, mesh, layouts, sizes, config.max_logprobs, cache)
+
     weight_bytes = definition.param_bytes(mesh)
+    steps_per_dispatch = config.num_scheduler_steps or (
+        scheduler_steps(weight_bytes) if on_gpu else 1
+    )
+    state_bytes = bytes_beside_kv_cache(definition, sizes_of(0))
     scratch_bytes = _expected_scratch_bytes(definition, buckets[-1])
     # A cache that cannot fit is refused before anything is loaded.
     num_blocks = blocks_beside(scratch_bytes)
@@ -214,29 +222,38 @@ def start(config: EngineConfig) -> EngineParts:
         params = loading.result()
 
     with phase("warm_up"):
-        kv_caches = definition.init_kv_caches(num_blocks, config.block_size, mesh)
-        host_input = input_sharding(mesh)
+        sizes = sizes_of(num_blocks)
+        state = new_state(definition, mesh, sizes)
+        host = host_sharding(mesh)
+        inputs = _make_inputs(layouts, replicated)
         no_masks = _make_no_masks(buckets, model_config.vocab_size, replicated)
 
-        def warm(step: Callable, bucket: Bucket) -> float:
-            """Seconds that the padding batch takes."""
-            nonlocal kv_caches, slots
+        def launch(step: Callable, bucket: Bucket) -> jax.Array:
+            """The padding batch; what it returns is ready when the device is done."""
+            nonlocal state
+            packed = jax.device_put(padding_batch(layouts[bucket]), host)
+            inputs[bucket] = programs.receive[bucket](inputs[bucket], packed)
+            state = step(params, state, inputs[bucket], no_masks[bucket])
+            return programs.copy(state.output.token_ids)
+
+        def device_time_s(step: Callable, bucket: Bucket) -> float:
+            """Of a dispatch whose launch need not be waited for, since one before it runs."""
+            first, second = launch(step, bucket), launch(step, bucket)
+            jax.block_until_ready(first)
             begin = time.perf_counter()
-            packed = jax.device_put(padding_batch(layouts[bucket]), host_input)
-            kv_caches, slots, output = step(params, kv_caches, slots, packed, no_masks[bucket])
-            jax.block_until_ready(output)
+            jax.block_until_ready(second)
             return time.perf_counter() - begin
 
         for steps in (programs.steps, programs.decode_steps):
             for bucket, step in steps.items():
-                warm(step, bucket)
+                jax.block_until_ready(launch(step, bucket))
         if on_gpu and config.num_scheduler_steps is None:
             # Several steps at once hide the host where a step is short; where it is long, they
             # would only hold up whoever arrives. The largest first: those below the first that is
             # short enough are shorter.
             for bucket in sorted(programs.decode_steps, key=lambda b: b.num_rows, reverse=True):
                 step = programs.decode_steps[bucket]
-                if min(warm(step, bucket) for _ in range(TRIES)) <= MAX_DISPATCH_S:
+                if min(device_time_s(step, bucket) for _ in range(TRIES)) <= MAX_DISPATCH_S:
                     break
                 del programs.decode_steps[bucket]
 
@@ -259,10 +276,11 @@ def start(config: EngineConfig) -> EngineParts:
         steps_per_dispatch=steps_per_dispatch,
         no_masks=no_masks,
         replicated=replicated,
-        host_input=host_input,
+        host=host,
+        inputs=inputs,
         params=params,
-        kv_caches=kv_caches,
-        slots=slots,
+        state=state,
+        sizes=sizes,
         phases_s=phase.seconds,
     )
 
@@ -273,8 +291,10 @@ def _attention_impl(device: jax.Device) -> AttentionImpl:
     return "mosaic" if device.compute_capability == "9.0" else "triton"
 
 
-def _make_slots(max_num_seqs: int, vocab_size: int, sharding: NamedSharding) -> SlotState:
-    return jax.jit(lambda: new_slot_state(max_num_seqs, vocab_size), out_shardings=sharding)()
+def scheduler_steps(weight_bytes: int) -> int:
+    """How many decode steps, a power of two, fit into MAX_DISPATCH_S: each reads all weights."""
+    longest = MAX_DISPATCH_S * READ_BYTES_PER_S / weight_bytes
+    return min(1 << max(int(longest).bit_length() - 1, 0), MAX_SCHEDULER_STEPS)
 
 
 def _expected_scratch_bytes(definition: ModelDefinition, largest: Bucket) -> int:
@@ -284,6 +304,13 @@ def _expected_scratch_bytes(definition: ModelDefinition, largest: Bucket) -> int
     logits = 4 * largest.num_rows * config.vocab_size
     width = 4 * config.intermediate_size + 8 * config.hidden_size
     return 8 * logits + largest.num_tokens * width * definition.dtype.itemsize + (256 << 20)
+
+
+def _make_inputs(
+    layouts: dict[Bucket, BatchLayout], sharding: NamedSharding
+) -> dict[Bucket, jax.Array]:
+    """Of padding."""
+    return {b: jax.device_put(padding_batch(layout), sharding) for b, layout in layouts.items()}
 
 
 def _make_no_masks(

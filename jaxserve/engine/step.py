@@ -5,38 +5,29 @@ data, so that one compiled program serves every combination.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Int32
 
 from jaxserve.engine.forward_batch import FROM_SLOT, BatchLayout
+from jaxserve.engine.state import STATE_SPECS, StepOutput, StepState
 from jaxserve.model.definition import ModelDefinition
 from jaxserve.sampling import SlotState, sample
-from sharding import KV_CACHE_SPEC, partition_specs
-
-
-class StepOutput(NamedTuple):
-    """What a dispatch leaves on the device for the host to read one dispatch later."""
-
-    token_ids: Int32[Array, "steps B"]
-    """Sampled; they mean something in rows that sample."""
-    hidden: Float[Array, "T D"] | None
-    """After the final norm, where there is one step."""
+from sharding import partition_specs
 
 
 def make_step(
     definition: ModelDefinition, mesh: Mesh, layout: BatchLayout, num_steps: int
-) -> Callable[..., tuple[tuple[Float[Array, "P K 2 S H"], ...], SlotState, StepOutput]]:
-    """The step for one bucket:
-    (params, kv_caches, slots, packed, token_masks) -> (kv_caches, slots, output).
+) -> Callable[..., StepState]:
+    """The step for one bucket: (params, state, packed, token_masks) -> state.
 
     With `num_steps` over 1, that many steps of rows that decode, one after another: a dispatch
     costs the host more than a small step costs the device. Runs under `shard_map` over the mesh's
-    tensor axis; `kv_caches` and `slots` are donated.
+    tensor axis; `state` is donated.
     """
 
     def step(params, kv_caches, slots: SlotState, packed: Int32[Array, "size"], token_masks, index):
@@ -49,38 +40,31 @@ def make_step(
         sampled, slots = sample(logits, batch.rows, slots, token_masks, impl=model.impl)
         return kv_caches, slots, sampled, hidden
 
-    def one_step(params, kv_caches, slots, *inputs):
+    def one_step(params, state: StepState, *inputs) -> StepState:
+        kv_caches, slots, output = state
         kv_caches, slots, sampled, hidden = step(params, kv_caches, slots, *inputs, 0)
-        return kv_caches, slots, StepOutput(sampled[None], hidden)
+        token_ids = lax.dynamic_update_slice(output.token_ids, sampled[None], (0, 0))
+        hidden = lax.dynamic_update_slice(output.hidden, hidden, (0, 0))
+        return StepState(kv_caches, slots, StepOutput(token_ids, hidden))
 
-    def several_steps(params, kv_caches, slots, *inputs):
+    def several_steps(params, state: StepState, *inputs) -> StepState:
         def body(index, carry):
             kv_caches, slots, token_ids = carry
             kv_caches, slots, sampled, _ = step(params, kv_caches, slots, *inputs, index)
-            return kv_caches, slots, token_ids.at[index].set(sampled)
+            token_ids = lax.dynamic_update_slice(token_ids, sampled[None], (index, 0))
+            return kv_caches, slots, token_ids
 
-        token_ids = jnp.zeros((num_steps, layout.bucket.num_rows), jnp.int32)
-        carry = (kv_caches, slots, token_ids)
-        kv_caches, slots, token_ids = jax.lax.fori_loop(0, num_steps, body, carry)
-        return kv_caches, slots, StepOutput(token_ids, None)
+        kv_caches, slots, output = state
+        carry = (kv_caches, slots, output.token_ids)
+        kv_caches, slots, token_ids = lax.fori_loop(0, num_steps, body, carry)
+        return StepState(kv_caches, slots, StepOutput(token_ids, output.hidden))
 
     sharded = jax.shard_map(
         one_step if num_steps == 1 else several_steps,
         mesh=mesh,
-        in_specs=(
-            partition_specs(definition.abstract_params),
-            KV_CACHE_SPEC,
-            P(),
-            P(),
-            P(),
-        ),
-        out_specs=(KV_CACHE_SPEC, P(), P()),
+        in_specs=(partition_specs(definition.abstract_params), STATE_SPECS, P(), P()),
+        out_specs=STATE_SPECS,
         check_vma=False,
     )
 
-    def from_host(params, kv_caches, slots, packed, token_masks):
-        packed = jax.device_put(packed, jax.memory.Space.Device)
-        return sharded(params, kv_caches, slots, packed, token_masks)
-
-    on_gpu = mesh.devices.flat[0].platform == "gpu"
-    return jax.jit(from_host if on_gpu else sharded, donate_argnums=(1, 2))
+    return jax.jit(sharded, donate_argnums=1)

@@ -8,11 +8,11 @@ from pallas_kernels.paged_attention import paged_attention
 
 AttentionImpl = Literal["reference", "triton", "mosaic"]
 KernelImpl = Literal["reference", "triton"]
-"""Of the kernels beside attention."""
+"""Of the kernels that are neither attention nor products."""
 
 
 def kernel_impl(impl: AttentionImpl) -> KernelImpl:
-    """What goes with this attention: plain JAX, or else Triton."""
+    """What goes with this attention and these products: plain JAX, or else Triton."""
     return "reference" if impl == "reference" else "triton"
 
 
@@ -37,25 +37,22 @@ class AttentionBatch(NamedTuple):
 
 def attend(
     q: Float[Array, "T N H"],
-    k: Float[Array, "T K H"],
-    v: Float[Array, "T K H"],
     kv_cache: Float[Array, "P K 2 S H"],
+    counters: Int32[Array, "T K"],
     batch: AttentionBatch,
     *,
     scale: float,
     sliding_window: int | None,
     impl: AttentionImpl,
-) -> tuple[Float[Array, "T N H"], Float[Array, "P K 2 S H"]]:
-    """Write K and V into the cache and attend over it; N and K are this shard's heads."""
+) -> Float[Array, "T N H"]:
+    """Attend over the cache; N and K are this shard's heads."""
     return paged_attention(
         q,
-        k,
-        v,
         kv_cache,
+        counters,
         batch.block_tables,
         batch.query_starts,
         batch.context_lens,
-        batch.kv_slots,
         batch.num_decode_rows,
         scale=scale,
         sliding_window=sliding_window,

@@ -23,14 +23,14 @@ from jaxserve.model.rope import RopeAngles
 from jaxserve.model.sizes import GlobalSizes
 from pallas_kernels import linear as kernels
 from pallas_kernels.add_rms_norm import add_rms_norm
-from pallas_kernels.qkv_rope import qkv_rope
+from pallas_kernels.rope_and_write_kv import rope_and_write_kv
 from sharding import all_gather, all_reduce, num_shards, shard_index
 
 
 def linear(
     x: Float[Array, "T in_size"],
     weight: Float[Array, "*out in_size"],
-    impl: KernelImpl,
+    impl: AttentionImpl,
     out_dtype: jnp.dtype | None = None,
 ) -> Float[Array, "T *out"]:
     """x @ weight.T, in x's dtype unless told.
@@ -50,7 +50,9 @@ class Linear(nnx.Module):
         self.weight = nnx.Param(jnp.zeros(shape, dtype))
         self.bias = nnx.Param(jnp.zeros(shape[:-1], dtype)) if bias else None
 
-    def split_by_input(self, x: Float[Array, "T inner"], impl: KernelImpl) -> Float[Array, "S T D"]:
+    def split_by_input(
+        self, x: Float[Array, "T inner"], impl: AttentionImpl
+    ) -> Float[Array, "S T D"]:
         """From this shard's inputs to the whole output, in parts that are yet to be added up; the
         bias is added once."""
         weight = self.weight[...]
@@ -77,7 +79,7 @@ class RMSNorm(nnx.Module):
 
 
 class HeadNorm(nnx.Module):
-    """The weight of a norm of each head; `qkv_rope` applies it."""
+    """The weight of a norm of each head; `rope_and_write_kv` applies it."""
 
     def __init__(self, head_dim: int, dtype: jnp.dtype) -> None:
         self.weight = nnx.Param(jnp.zeros((head_dim,), dtype))
@@ -98,7 +100,7 @@ class Vocabulary(nnx.Module):
         return all_reduce(jnp.where(held[:, None], found, 0))
 
     def logits(
-        self, hidden: Float[Array, "n D"], vocab_size: int, impl: KernelImpl
+        self, hidden: Float[Array, "n D"], vocab_size: int, impl: AttentionImpl
     ) -> Float32[Array, "n V"]:
         """Each token's score, without the rows that fill up the last shard."""
         scores = linear(hidden, self.weight[...], impl, jnp.dtype(jnp.float32))
@@ -152,37 +154,36 @@ class Attention(nnx.Module):
         batch: AttentionBatch,
     ) -> tuple[Float[Array, "parts T D"], Float[Array, "P K 2 S H"]]:
         """N, K and the cache are this shard's."""
-        impl = kernel_impl(self.impl)
         weight = self.qkv.weight[...]
-        parts = kernels.linear_parts(x, weight.reshape(-1, weight.shape[-1]), impl=impl)
-        q, k, v = qkv_rope(
+        parts = kernels.linear_parts(x, weight.reshape(-1, weight.shape[-1]), impl=self.impl)
+        q, kv_cache, counters = rope_and_write_kv(
             parts.reshape(len(parts), len(x), *weight.shape[:-1]),
             None if self.qkv.bias is None else self.qkv.bias[...],
             None if self.q_norm is None else self.q_norm.weight[...],
             None if self.k_norm is None else self.k_norm.weight[...],
             *angles,
-            eps=self.norm_eps,
-            dtype=x.dtype,
-            impl=impl,
-        )
-        attended, kv_cache = attend(
-            q,
-            k,
-            v,
             kv_cache,
+            batch.kv_slots,
+            eps=self.norm_eps,
+            impl=kernel_impl(self.impl),
+        )
+        attended = attend(
+            q,
+            kv_cache,
+            counters,
             batch,
             scale=q.shape[-1] ** -0.5,
             sliding_window=self.sliding_window,
             impl=self.impl,
         )
-        return self.o.split_by_input(attended.reshape(len(x), -1), impl), kv_cache
+        return self.o.split_by_input(attended.reshape(len(x), -1), self.impl), kv_cache
 
 
 class GatedMLP(nnx.Module):
     """down(silu(gate(x)) * up(x)), gate and up in one matrix (SwiGLU, arXiv:2002.05202)."""
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, dtype: jnp.dtype, impl: KernelImpl
+        self, hidden_size: int, intermediate_size: int, dtype: jnp.dtype, impl: AttentionImpl
     ) -> None:
         self.gate_up = Linear((2, intermediate_size, hidden_size), dtype)
         self.down = Linear((hidden_size, intermediate_size), dtype)

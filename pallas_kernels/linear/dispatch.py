@@ -1,5 +1,6 @@
 """The entry point of products with a weight."""
 
+from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -8,7 +9,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.linear import reference, tuning
 
-Impl = Literal["reference", "triton"]
+Impl = Literal["reference", "triton", "mosaic"]
 
 
 def linear(
@@ -25,16 +26,15 @@ def linear(
     silu(gate) * up (SwiGLU, arXiv:2002.05202), and P is O // 2. `impl`: "reference" is plain JAX,
     which leaves the product to XLA; "triton" reads the weight at the memory's speed where there
     are few tokens, on an NVIDIA GPU, and does as "reference" where `tuning.json` knows that to be
-    faster. Raises ValueError for another `impl`.
+    faster, and where there are many; "mosaic" does as "triton", but with many tokens takes Mosaic
+    GPU in the shapes and on the GPUs where the file has it faster. Raises ValueError for another
+    `impl`.
     """
     out_dtype = jnp.dtype(out_dtype or x.dtype)
     tiling = _tiling(x, weight, "gated" if gated else "plain", impl)
     if tiling is None:
         return reference.linear(x, weight, gated=gated, out_dtype=out_dtype)
-    # Imported here so that machines without a GPU need no triton.
-    from pallas_kernels.linear import triton_kernel
-
-    (product,) = triton_kernel.linear(x, weight, gated=gated, out_dtype=out_dtype, tiling=tiling)
+    (product,) = _kernel(tiling)(x, weight, gated=gated, out_dtype=out_dtype, tiling=tiling)
     return product
 
 
@@ -49,18 +49,32 @@ def linear_parts(
     tiling = _tiling(x, weight, "parts", impl)
     if tiling is None:
         return reference.linear(x, weight, gated=False, out_dtype=x.dtype)[None]
+    out_dtype = jnp.dtype(jnp.float32) if tiling.splits > 1 else x.dtype
+    return _kernel(tiling)(x, weight, gated=False, out_dtype=out_dtype, tiling=tiling)
+
+
+def _kernel(tiling: tuning.Tiling | tuning.MosaicTiling) -> Callable[..., jax.Array]:
+    # Imported where needed, so that machines without a GPU need no triton.
+    if isinstance(tiling, tuning.MosaicTiling):
+        from pallas_kernels.linear import mosaic_kernel
+
+        return mosaic_kernel.linear
     from pallas_kernels.linear import triton_kernel
 
-    out_dtype = jnp.dtype(jnp.float32) if tiling.splits > 1 else x.dtype
-    return triton_kernel.linear(x, weight, gated=False, out_dtype=out_dtype, tiling=tiling)
+    return triton_kernel.linear
 
 
-def _tiling(x: jax.Array, weight: jax.Array, kind: tuning.Kind, impl: Impl) -> tuning.Tiling | None:
+def _tiling(
+    x: jax.Array, weight: jax.Array, kind: tuning.Kind, impl: Impl
+) -> tuning.Tiling | tuning.MosaicTiling | None:
     """None: the product is XLA's."""
     if impl == "reference":
         return None
-    if impl != "triton":
-        raise ValueError(f"impl={impl!r} is unknown: choose 'reference' or 'triton'")
+    if impl not in ("triton", "mosaic"):
+        raise ValueError(f"impl={impl!r} is unknown: choose 'reference', 'triton' or 'mosaic'")
     # Of the GPUs that this process sees; none has the attribute where Triton is interpreted.
     capability = getattr(jax.devices()[0], "compute_capability", "none")
-    return tuning.choose(capability, tuning.Shape(kind, len(x), *weight.shape, str(x.dtype)))
+    shape = tuning.Shape(kind, len(x), *weight.shape, str(x.dtype))
+    if impl == "triton" and shape.num_tokens > tuning.MAX_TOKENS:
+        return None
+    return tuning.choose(capability, shape)

@@ -11,20 +11,18 @@ from pallas_kernels.paged_attention import reference, tuning
 
 def paged_attention(
     q: Float[Array, "T N H"],
-    k: Float[Array, "T K H"],
-    v: Float[Array, "T K H"],
     kv_cache: Float[Array, "P K 2 S H"],
+    counters: Int32[Array, "T K"],
     block_tables: Int32[Array, "B M"],
     query_starts: Int32[Array, "B+1"],
     context_lens: Int32[Array, "B"],
-    kv_slots: Int32[Array, "T"],
     num_decode_rows: Int32[Array, ""],
     *,
     scale: float,
     sliding_window: int | None = None,
     impl: Literal["reference", "triton", "mosaic"],
-) -> tuple[Float[Array, "T N H"], Float[Array, "P K 2 S H"]]:
-    """Write the new keys and values into the paged cache, then attend over the cache alone.
+) -> Float[Array, "T N H"]:
+    """Attend over the paged cache, which holds the queries' own keys and values too.
 
     Row b owns the queries query_starts[b] .. query_starts[b + 1] - 1, the last tokens of its
     context of context_lens[b] tokens; the key of position p lies in block
@@ -35,27 +33,25 @@ def paged_attention(
 
     - The first `num_decode_rows` rows have exactly one query each; the others have one or
       more, or none in a padding row, whose context length is 0.
-    - Token t's key and value go to kv_slots[t] = block * S + offset. Tokens from
-      query_starts[B] on are padding: their slots lie in block 0, which no row owns, and their
-      outputs are zeros.
+    - Tokens from query_starts[B] on are padding: their outputs are zeros.
     - Cache positions that no query of a row may see, and block table entries past its
       context, are never used: they may hold anything, NaN included.
-    - q, k, v and kv_cache share a dtype, float32 or bfloat16, which is also the output's;
-      scores, softmax and sums are float32.
+    - q and kv_cache share a dtype, float32 or bfloat16, which is also the output's; scores,
+      softmax and sums are float32.
+    - `counters` are zeros for this call alone: the GPU kernels count in them.
 
-    Returns the attention output and the updated cache; when the caller donates `kv_cache` it
-    is updated in place. `impl` names the implementation: "reference" is plain JAX, for every
-    platform; "triton" needs an NVIDIA GPU of compute capability 8.0 or more and the
-    jax-triton package (ImportError without it); "mosaic" needs compute capability 9.0 and
-    serves prefill rows by Mosaic GPU in the shapes where `tuning.json` knows that to be faster,
-    the rest by Triton. Raises ValueError for shapes, dtypes or devices outside this contract.
+    `rope_and_write_kv` writes the cache and makes the counters. `impl` names the implementation:
+    "reference" is plain JAX, for every platform; "triton" needs an NVIDIA GPU of compute
+    capability 8.0 or more and the jax-triton package (ImportError without it); "mosaic" needs
+    compute capability 9.0 and serves prefill rows by Mosaic GPU in the shapes where `tuning.json`
+    knows that to be faster, the rest by Triton. Raises ValueError for shapes, dtypes or devices
+    outside this contract.
     """
-    _check(q, k, v, kv_cache, sliding_window)
-    arrays = (q, k, v, kv_cache, block_tables, query_starts, context_lens, kv_slots)
+    _check(q, kv_cache, counters, sliding_window)
+    batch = (block_tables, query_starts, context_lens, num_decode_rows)
+    options = {"scale": scale, "sliding_window": sliding_window}
     if impl == "reference":
-        return reference.paged_attention(
-            *arrays, num_decode_rows, scale=scale, sliding_window=sliding_window
-        )
+        return reference.paged_attention(q, kv_cache, *batch, **options)
     if impl in ("triton", "mosaic"):
         # Of the GPUs that this process sees; none has the attribute where Triton is interpreted.
         compute_capability = getattr(jax.devices()[0], "compute_capability", "none")
@@ -72,44 +68,35 @@ def paged_attention(
             num_tokens=q.shape[0],
             num_rows=num_rows,
             num_heads=q.shape[1],
-            num_kv_heads=k.shape[1],
+            num_kv_heads=kv_cache.shape[1],
             head_dim=q.shape[2],
             block_size=kv_cache.shape[3],
             table_width=table_width,
             dtype=str(q.dtype),
         )
-        return gpu.paged_attention(
-            *arrays,
-            num_decode_rows,
-            scale=scale,
-            sliding_window=sliding_window,
-            choice=tuning.choose(impl, compute_capability, shape),
-        )
+        choice = tuning.choose(impl, compute_capability, shape)
+        return gpu.paged_attention(q, kv_cache, counters, *batch, **options, choice=choice)
     raise ValueError(f"impl={impl!r} is unknown: choose 'reference', 'triton' or 'mosaic'")
 
 
-def _check(q, k, v, kv_cache, sliding_window) -> None:
+def _check(q, kv_cache, counters, sliding_window) -> None:
     num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads = k.shape[1]
-    block_size = kv_cache.shape[3]
+    num_blocks, num_kv_heads, _, block_size, _ = kv_cache.shape
     if num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} query heads do not divide into {num_kv_heads} kv heads")
     if head_dim % 16:
         raise ValueError(f"head_dim {head_dim} is not a multiple of 16")
     if block_size < 8 or block_size & (block_size - 1):
         raise ValueError(f"block size {block_size} is not a power of two of at least 8")
-    kv_shape = (num_tokens, num_kv_heads, head_dim)
-    cache_shape = (kv_cache.shape[0], num_kv_heads, 2, block_size, head_dim)
-    if k.shape != kv_shape or v.shape != kv_shape or kv_cache.shape != cache_shape:
+    cache_shape = (num_blocks, num_kv_heads, 2, block_size, head_dim)
+    if kv_cache.shape != cache_shape or counters.shape != (num_tokens, num_kv_heads):
         raise ValueError(
-            f"shapes disagree: q {q.shape}, k {k.shape}, v {v.shape}, kv_cache {kv_cache.shape}; "
-            "expected (T, N, H), (T, K, H), (T, K, H), (P, K, 2, S, H)"
+            f"shapes disagree: q {q.shape}, kv_cache {kv_cache.shape}, counters {counters.shape}; "
+            "expected (T, N, H), (P, K, 2, S, H), (T, K)"
         )
-    dtypes = {x.dtype for x in (q, k, v, kv_cache)}
-    if len(dtypes) > 1 or dtypes.pop() not in (jnp.float32, jnp.bfloat16):
+    if q.dtype != kv_cache.dtype or q.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(
-            f"q, k, v and kv_cache must share dtype float32 or bfloat16, not {q.dtype}, "
-            f"{k.dtype}, {v.dtype}, {kv_cache.dtype}"
+            f"q and kv_cache must share dtype float32 or bfloat16, not {q.dtype}, {kv_cache.dtype}"
         )
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window {sliding_window} must be at least 1")

@@ -1,4 +1,4 @@
-"""Paged attention on NVIDIA GPUs: writes the cache, then runs a kernel for each kind of row."""
+"""Paged attention on NVIDIA GPUs: a kernel for each kind of row."""
 
 import functools
 
@@ -6,7 +6,7 @@ import jax
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.paged_attention import mosaic_prefill, triton_kernel
-from pallas_kernels.paged_attention.tiles import aligned_query_tiles, query_tiles
+from pallas_kernels.paged_attention.tiles import aligned_query_tiles, context_pieces, query_tiles
 from pallas_kernels.paged_attention.tuning import Choice, MosaicTiling
 
 
@@ -14,22 +14,19 @@ from pallas_kernels.paged_attention.tuning import Choice, MosaicTiling
 @functools.partial(jax.jit, static_argnames=("scale", "sliding_window", "choice"))
 def paged_attention(
     q: Float[Array, "T N H"],
-    k: Float[Array, "T K H"],
-    v: Float[Array, "T K H"],
     kv_cache: Float[Array, "P K 2 S H"],
+    counters: Int32[Array, "T K"],
     block_tables: Int32[Array, "B M"],
     query_starts: Int32[Array, "B+1"],
     context_lens: Int32[Array, "B"],
-    kv_slots: Int32[Array, "T"],
     num_decode_rows: Int32[Array, ""],
     *,
     scale: float,
     sliding_window: int | None,
     choice: Choice,
-) -> tuple[Float[Array, "T N H"], Float[Array, "P K 2 S H"]]:
+) -> Float[Array, "T N H"]:
     num_tokens, num_heads, _ = q.shape
     num_rows = block_tables.shape[0]
-    num_kv_heads = k.shape[1]
     options = {"scale": scale, "sliding_window": sliding_window}
     batch = {
         "query_starts": query_starts,
@@ -39,29 +36,28 @@ def paged_attention(
 
     # One query a tile: the decode rows, or in a batch of no more tokens than rows all tokens.
     only_decode = num_tokens <= num_rows
-    num_tiles = min(num_tokens, num_rows)
-    kv_cache, counters = triton_kernel.write_kv(
-        k, v, kv_cache, kv_slots, num_tiles * num_kv_heads if choice.decode.splits > 1 else 1
-    )
     tiles = query_tiles(
         **batch,
         first_row=0,
         end_row=num_rows + 1 if only_decode else num_decode_rows,
         tile_q=1,
-        max_tiles=num_tiles,
+        max_tiles=min(num_tokens, num_rows),
+    )
+    pieces = context_pieces(
+        tiles, choice.cut, tile_k=choice.decode.tile_k, sliding_window=sliding_window
     )
     out = triton_kernel.attend(
         q,
         kv_cache,
         block_tables,
-        tiles,
+        pieces,
         counters,
         jax.ShapeDtypeStruct(q.shape, q.dtype),
         tiling=choice.decode,
         **options,
     )
     if only_decode:
-        return out, kv_cache
+        return out
 
     # The prefill rows and the padding tokens, into the rest of the same output.
     out = jax.new_ref(out)
@@ -73,7 +69,7 @@ def paged_attention(
             q, kv_cache, block_tables, tiles, num_tiles, out, tiling=choice.prefill, **options
         )
     else:
-        tile_q = choice.prefill.tile_rows // (num_heads // num_kv_heads)
+        tile_q = choice.prefill.tile_rows // (num_heads // kv_cache.shape[1])
         tiles = query_tiles(
             **batch,
             first_row=num_decode_rows,
@@ -91,4 +87,4 @@ def paged_attention(
             tiling=choice.prefill,
             **options,
         )
-    return jax.freeze(out), kv_cache
+    return jax.freeze(out)

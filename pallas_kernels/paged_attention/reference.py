@@ -27,23 +27,19 @@ _NEVER = -1e30
 @functools.partial(jax.jit, static_argnames=("scale", "sliding_window"))
 def paged_attention(
     q: Float[Array, "T N H"],
-    k: Float[Array, "T K H"],
-    v: Float[Array, "T K H"],
     kv_cache: Float[Array, "P K 2 S H"],
     block_tables: Int32[Array, "B M"],
     query_starts: Int32[Array, "B+1"],
     context_lens: Int32[Array, "B"],
-    kv_slots: Int32[Array, "T"],
     num_decode_rows: Int32[Array, ""],
     *,
     scale: float,
     sliding_window: int | None,
-) -> tuple[Float[Array, "T N H"], Float[Array, "P K 2 S H"]]:
+) -> Float[Array, "T N H"]:
     num_tokens, num_heads, head_dim = q.shape
     num_rows = block_tables.shape[0]
     num_kv_heads = kv_cache.shape[1]
     group = num_heads // num_kv_heads
-    kv_cache = write_kv(k, v, kv_cache, kv_slots)
 
     def attend(queries, positions, tables):
         """queries [R, tile_q, N, H] of R rows, positions [R, tile_q], tables [R, M]."""
@@ -77,7 +73,7 @@ def paged_attention(
     positions = jnp.where(count > 0, position, -1)[:, None]
     decoded = attend(q[:max_decode, None], positions, block_tables.at[row].get(mode="clip"))[:, 0]
     if only_decode:
-        return decoded, kv_cache
+        return decoded
 
     # Room for one tile past the end: dynamic slices at the edge would slide back otherwise.
     tile_q = min(_TILE_Q, num_tokens)
@@ -104,20 +100,7 @@ def paged_attention(
         return lax.dynamic_update_slice_in_dim(out, tile_out, first, 0)
 
     out = lax.fori_loop(0, jnp.sum(tiles[:, 2] > 0), prefill_tile, out)
-    return out[:num_tokens], kv_cache
-
-
-def write_kv(
-    k: Float[Array, "T K H"],
-    v: Float[Array, "T K H"],
-    kv_cache: Float[Array, "P K 2 S H"],
-    kv_slots: Int32[Array, "T"],
-) -> Float[Array, "P K 2 S H"]:
-    block_size = kv_cache.shape[3]
-    block, offset = lax.div(kv_slots, block_size), lax.rem(kv_slots, block_size)
-    written = kv_cache.at[block, :, :, offset].set(jnp.stack([k, v], axis=2))
-    # Without the barrier XLA may fuse the write into each of its readers, copying the cache.
-    return lax.optimization_barrier(written)
+    return out[:num_tokens]
 
 
 def _attend(

@@ -4,6 +4,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int32
 
+from pallas_kernels.paged_attention.tuning import ContextCut
+
 
 def query_tiles(
     query_starts: Int32[Array, "B+1"],
@@ -39,6 +41,54 @@ def query_tiles(
     count = jnp.where(used, jnp.minimum(num_queries[row] - done, tile_q), 0)
     position = contexts[row] - num_queries[row] + done
     return jnp.stack([row, query_starts[row] + done, count, position], axis=1)
+
+
+def context_pieces(
+    tiles: Int32[Array, "U 4"], cut: ContextCut, *, tile_k: int, sliding_window: int | None
+) -> Int32[Array, "W 6"]:
+    """Cut the contexts of tiles of one query into pieces of about equal length, longest first.
+
+    A piece is its tile's (row, first flat query, number of queries, position), then which piece
+    of the context it is, and of how many: of n steps of `tile_k` keys, piece i of m has those
+    from n * i // m to n * (i + 1) // m - 1. The pieces of a context lie side by side. A query
+    that sees nothing has one piece; pieces past the last hold no query. W = U +
+    `cut.max_shares(U)`.
+    """
+    num_tiles = tiles.shape[0]
+    _, _, count, position = tiles.T
+    used = count > 0
+    begin = 0 if sliding_window is None else jnp.maximum(position - sliding_window + 1, 0)
+    end = jnp.maximum(position + count, 0)
+    steps = jnp.where(used, lax.div(end + (tile_k - 1), tile_k) - lax.div(begin, tile_k), 0)
+
+    # Rounding up adds less than a piece to each context, so all together have fewer than contexts
+    # plus shares.
+    num_contexts = jnp.sum(steps > 0, dtype=jnp.int32)
+    num_shares = jnp.where(
+        num_contexts < cut.few_rows,
+        cut.few_shares,
+        jnp.maximum(lax.div(num_contexts * cut.shares_per_4_rows, 4), 1),
+    )
+    share = jnp.maximum(lax.div(jnp.sum(steps) + (num_shares - 1), num_shares), 1)
+    num_pieces = jnp.maximum(lax.div(steps + (share - 1), share), used)
+
+    # Not a sort, nor searchsorted, which is a loop on GPU.
+    length = lax.div(steps, jnp.maximum(num_pieces, 1))
+    index = jnp.arange(num_tiles, dtype=jnp.int32)
+    longer = length[None, :] > length[:, None]
+    same = length[None, :] == length[:, None]
+    before = longer | (same & (index[None, :] < index[:, None]))
+    first = jnp.sum(jnp.where(before, num_pieces[None, :], 0), axis=1)
+    piece = jnp.arange(num_tiles + cut.max_shares(num_tiles), dtype=jnp.int32)
+    mine = (first <= piece[:, None]) & (piece[:, None] < first + num_pieces)
+    tile = jnp.sum(jnp.where(mine, index + 1, 0), axis=1) - 1  # -1 past the last piece
+    return jnp.concatenate(
+        [
+            jnp.where(tile[:, None] < 0, 0, tiles[tile]),
+            jnp.stack([piece - first[tile], num_pieces[tile]], axis=1),
+        ],
+        axis=1,
+    )
 
 
 def aligned_query_tiles(

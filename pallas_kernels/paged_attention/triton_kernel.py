@@ -1,9 +1,8 @@
 """Paged attention in Triton, for NVIDIA GPUs of compute capability 8.0 and later.
 
-`_write_kv` scatters the new keys and values into the cache. `_attend` gives one program the tile
-of queries that share a kv head, `TILE_Q` tokens by G heads packed into the rows of the matrix
-products, and walks their context through the block table with an online softmax. Decode at small
-batches splits each context between programs to fill the GPU; the last of them to finish merges
+A program has a tile of queries that share a kv head, `TILE_Q` tokens by G heads packed into the
+rows of the matrix products, and walks their context through the block table with an online softmax.
+A decode row may be cut into pieces of context, a program each; the last of them to finish merges
 their parts (flash-decoding, in one launch).
 """
 
@@ -19,41 +18,12 @@ from pallas_kernels.triton_import import jax_triton, tl, triton
 _LOG2E = math.log2(math.e)
 
 
-def write_kv(
-    k: Float[Array, "T K H"],
-    v: Float[Array, "T K H"],
-    kv_cache: Float[Array, "P K 2 S H"],
-    kv_slots: Int32[Array, "T"],
-    num_counters: int,
-) -> tuple[Float[Array, "P K 2 S H"], Int32[Array, "C"]]:
-    """Write each token's key and value to its slot; also returns `num_counters` zeros."""
-    num_kv_heads, _, block_size, head_dim = kv_cache.shape[1:]
-    cache = jax.new_ref(kv_cache)
-    (counters,) = jax_triton.triton_call(
-        k,
-        v,
-        kv_slots,
-        cache,
-        num_counters,
-        kernel=_write_kv,
-        out_type=(jax.ShapeDtypeStruct((num_counters,), jnp.int32),),
-        grid=(k.shape[0],),
-        num_warps=1,
-        K=num_kv_heads,
-        K_PAD=triton.next_power_of_2(num_kv_heads),
-        S=block_size,
-        H=head_dim,
-        H_PAD=triton.next_power_of_2(head_dim),
-    )
-    return jax.freeze(cache), counters
-
-
 def attend(
     q: Float[Array, "T N H"],
     kv_cache: Float[Array, "P K 2 S H"],
     block_tables: Int32[Array, "B M"],
-    tiles: Int32[Array, "W 4"],
-    counters: Int32[Array, "C"] | None,
+    tiles: Int32[Array, "W 4"] | Int32[Array, "W 6"],
+    counters: Int32[Array, "T K"] | None,
     out: jax.Ref | jax.ShapeDtypeStruct,
     *,
     scale: float,
@@ -62,11 +32,13 @@ def attend(
 ) -> Float[Array, "T N H"] | None:
     """Attention of the tiles' queries (see `query_tiles`), into `out` or a new array like it.
 
-    With splits, `counters` holds at least W * K zeros that no other call uses; else nothing.
+    With `counters`, zeros that no other call uses, the tiles are `context_pieces` instead.
     """
-    num_tokens, num_heads, head_dim = q.shape
+    num_heads, head_dim = q.shape[1:]
     num_kv_heads, _, block_size = kv_cache.shape[1:4]
-    part = (num_tokens, num_heads, tiling.splits) if tiling.splits > 1 else (1,)
+    num_tiles = tiles.shape[0]
+    in_pieces = counters is not None
+    part = (num_tiles, num_heads) if in_pieces else (1,)
     scratch = (
         jax.ShapeDtypeStruct((*part, head_dim), jnp.float32),
         jax.ShapeDtypeStruct(part, jnp.float32),
@@ -78,11 +50,12 @@ def attend(
         block_tables,
         tiles,
         block_tables.shape[1],
-        jax.new_ref(counters) if tiling.splits > 1 else tiles,
+        jax.new_ref(counters) if in_pieces else tiles,
         *((out,) if in_place else ()),
         kernel=_attend,
         out_type=scratch if in_place else (out, *scratch),
-        grid=(tiles.shape[0], num_kv_heads, tiling.splits),
+        # The first programs start first: every head of the longest pieces.
+        grid=(num_kv_heads, num_tiles) if in_pieces else (num_tiles, num_kv_heads),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         N=num_heads,
@@ -94,39 +67,11 @@ def attend(
         WINDOW=sliding_window,
         TILE_M=tiling.tile_rows,
         TILE_K=tiling.tile_k,
-        SPLITS=tiling.splits,
+        IN_PIECES=in_pieces,
         PEEL=tiling.tile_rows > 16,
         PRECISION="ieee" if q.dtype == jnp.float32 else "tf32",
     )
     return None if in_place else results[0]
-
-
-@triton.jit
-def _write_kv(
-    k,
-    v,
-    slots,
-    cache,
-    num_counters,
-    counters,
-    K: tl.constexpr,
-    K_PAD: tl.constexpr,
-    S: tl.constexpr,
-    H: tl.constexpr,
-    H_PAD: tl.constexpr,
-):
-    """Scatter one token's keys and values; clear the counters that `_attend` is to count with."""
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + token).to(tl.int64)
-    head = tl.arange(0, K_PAD)[:, None]
-    dim = tl.arange(0, H_PAD)[None, :]
-    mask = (head < K) & (dim < H)
-    source = (token * K + head) * H + dim
-    target = ((slot // S * K + head) * 2 * S + slot % S) * H + dim
-    tl.store(cache + target, tl.load(k + source, mask=mask), mask=mask)
-    tl.store(cache + target + S * H, tl.load(v + source, mask=mask), mask=mask)
-    counter = token * K + tl.arange(0, K_PAD)
-    tl.store(counters + counter, 0, mask=(tl.arange(0, K_PAD) < K) & (counter < num_counters))
 
 
 @triton.jit
@@ -149,20 +94,27 @@ def _attend(
     WINDOW: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
-    SPLITS: tl.constexpr,
+    IN_PIECES: tl.constexpr,
     PEEL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Attention of one tile's queries, which share a kv head, over one split of their context.
+    """Attention of one tile's queries, which share a kv head, over their context or a piece of it.
 
-    With one split the result goes to `out`. With more, each program leaves its own in `parts`
-    [T, N, SPLITS, H] and `lse` [T, N, SPLITS], and the last to arrive merges them.
+    The only piece of a context goes to `out`. Of several, each program leaves its own in `parts`
+    [W, N, H] and `lse` [W, N], and the last to arrive merges them.
     """
     G: tl.constexpr = N // K
-    # The last tiles first: in prefill they have the longest contexts.
-    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) * 4
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
+    if IN_PIECES:
+        kv_head = tl.program_id(0)
+        index = tl.program_id(1)
+        tile = index * 6
+        piece = tl.load(tiles + tile + 4)
+        num_pieces = tl.load(tiles + tile + 5)
+    else:
+        # The last tiles first: in prefill they have the longest contexts.
+        tile = (tl.num_programs(0) - 1 - tl.program_id(0)) * 4
+        kv_head = tl.program_id(1)
+        num_pieces: tl.constexpr = 1
     row = tl.load(tiles + tile).to(tl.int64)
     first = tl.load(tiles + tile + 1).to(tl.int64)
     count = tl.load(tiles + tile + 2)
@@ -179,17 +131,18 @@ def _attend(
     q_mask = in_tile[:, None] & (dim < H)[None, :]
     queries = tl.load(q + head_row[:, None] * H + dim[None, :], mask=q_mask, other=0.0)
 
-    # This split's share of the context tiles that some query of the tile sees.
+    # The context tiles that some query of the tile sees, or this piece's even share of them.
     end = tl.maximum(position + count, 0)
     begin = 0
     if WINDOW is not None:
         begin = tl.maximum(position - WINDOW + 1, 0)
     first_tile = begin // TILE_K
     end_tile = tl.cdiv(end, TILE_K)
-    if SPLITS > 1:
-        share = tl.cdiv(end_tile - first_tile, SPLITS)
-        first_tile += split * share
-        end_tile = tl.minimum(first_tile + share, end_tile)
+    if IN_PIECES:
+        context_tile = first_tile
+        length = end_tile - first_tile
+        first_tile = context_tile + length * piece // num_pieces
+        end_tile = context_tile + length * (piece + 1) // num_pieces
 
     table = tables + row * table_width
     pages = cache + kv_head.to(tl.int64) * (2 * S * H)
@@ -217,41 +170,63 @@ def _attend(
         peak, total, acc, K, S, H, H_PAD, SCALE, WINDOW, TILE_K, True, PRECISION,
     )  # fmt: skip
 
-    # Padding tokens, and splits past the end of a short context, saw nothing: zeros, log 0.
+    # Padding tokens saw nothing: zeros.
     total = tl.where(total == 0.0, 1.0, total)
     acc = acc / total[:, None]
-    if SPLITS > 1:
-        part = head_row * SPLITS + split
+    if num_pieces > 1:
+        # A piece is of one query.
+        part = index * N + kv_head * G + lane
         tl.store(parts + part[:, None] * H + dim[None, :], acc, mask=q_mask)
         tl.store(lse + part, peak + tl.log2(total), mask=in_tile)
         tl.debug_barrier()  # The whole program's stores, before one thread announces them.
-        before = tl.atomic_add(arrived + tl.program_id(0) * K + kv_head, 1, sem="acq_rel")
-        if before < SPLITS - 1:
+        before = tl.atomic_add(arrived + first * K + kv_head, 1, sem="acq_rel")
+        if before != num_pieces - 1:
             return
-        # Past L1, which need not see what other multiprocessors wrote.
-        each = tl.arange(0, SPLITS)
-        part = head_row * SPLITS
-        logs = tl.load(
-            lse + part[:, None] + each[None, :],
-            mask=in_tile[:, None],
-            other=float("-inf"),
-            cache_modifier=".cg",
-        )
-        peak = tl.max(logs, axis=1)
-        weights = tl.exp2(logs - tl.where(peak == float("-inf"), 0.0, peak)[:, None])
-        total = tl.sum(weights, axis=1)
-        weights = weights / tl.where(total == 0.0, 1.0, total)[:, None]
-        acc = tl.zeros([TILE_M, H_PAD], tl.float32)
-        for other in tl.static_range(SPLITS):
+        acc = _merge(parts, lse, part - piece * N, num_pieces, in_tile, N, H, H_PAD, TILE_M)
+    tl.store(out + head_row[:, None] * H + dim[None, :], acc.to(out.dtype.element_ty), mask=q_mask)
+
+
+@triton.jit
+def _merge(
+    parts,
+    lse,
+    part,
+    num_parts,
+    in_tile,
+    N: tl.constexpr,
+    H: tl.constexpr,
+    H_PAD: tl.constexpr,
+    TILE_M: tl.constexpr,
+):
+    """The attention over all parts of a context, of which `part` [TILE_M] are the first ones."""
+    dim = tl.arange(0, H_PAD)
+    mask = in_tile[:, None] & (dim < H)[None, :]
+    peak = tl.full([TILE_M], float("-inf"), tl.float32)
+    total = tl.zeros([TILE_M], tl.float32)
+    acc = tl.zeros([TILE_M, H_PAD], tl.float32)
+    for base in range(0, num_parts, 4):
+        # Four at a time, so that their loads wait together.
+        for i in tl.static_range(4):
+            # Past L1, which need not see what other multiprocessors wrote.
+            exists = base + i < num_parts
+            other = part + (base + i) * N
+            log = tl.load(
+                lse + other, mask=in_tile & exists, other=float("-inf"), cache_modifier=".cg"
+            )
             values = tl.load(
-                parts + (part + other)[:, None] * H + dim[None, :],
-                mask=q_mask,
+                parts + other[:, None] * H + dim[None, :],
+                mask=mask & exists,
                 other=0.0,
                 cache_modifier=".cg",
             )
-            weight = tl.sum(tl.where(each == other, weights, 0.0), axis=1)
-            acc += values * weight[:, None]
-    tl.store(out + head_row[:, None] * H + dim[None, :], acc.to(out.dtype.element_ty), mask=q_mask)
+            # The first part exists, so there is a peak.
+            new_peak = tl.maximum(peak, log)
+            decay = tl.exp2(peak - new_peak)
+            weight = tl.exp2(log - new_peak)
+            total = total * decay + weight
+            acc = acc * decay[:, None] + values * weight[:, None]
+            peak = new_peak
+    return acc / total[:, None]
 
 
 @triton.jit
@@ -282,18 +257,17 @@ def _walk(
 
     Positions outside begin .. end - 1 are not read. Where not MASKED, every query sees them all.
     """
-    step = tl.arange(0, TILE_K)
     dim = tl.arange(0, H_PAD)
     in_dim = (dim < H)[None, :]
-    key = first_tile * TILE_K + step
+    key = first_tile * TILE_K + tl.arange(0, TILE_K)
     block = tl.load(table + key // S, mask=(begin <= key) & (key < end), other=0)
-    for i in range(first_tile, end_tile):
-        key = i * TILE_K + step
+    for _ in range(first_tile, end_tile):
         # The next block ids come in while this tile is worked on.
         later = key + TILE_K
         next_block = tl.load(table + later // S, mask=(begin <= later) & (later < end), other=0)
 
-        page = (block.to(tl.int64) * (2 * K) * S + key % S) * H
+        # Not key % S: a key of unknown sign would take many more registers.
+        page = (block.to(tl.int64) * (2 * K) * S + (key & (S - 1))) * H
         pointers = pages + page[:, None] + dim[None, :]
         in_span = (begin <= key) & (key < end)
         if MASKED:
@@ -323,5 +297,5 @@ def _walk(
         acc = acc * decay[:, None]
         acc = tl.dot(weights.to(values.dtype), values, acc, input_precision=PRECISION)
         peak = new_peak
-        block = next_block
+        block, key = next_block, later
     return peak, total, acc

@@ -12,11 +12,13 @@ from importlib import resources
 # Shared memory for one tile of keys, and for one of values; a tile of queries takes twice that.
 # With the stages below all fits in the 99 KiB of compute capability 8.6 and 8.9.
 _KV_TILE_BYTES = 16 * 1024
-# A decode batch of fewer programs than this leaves a large GPU half idle: its contexts are split,
-# into about so many programs altogether. From here up a split costs more than it gains (H200).
+# A decode batch of fewer programs than this leaves a large GPU half idle: its contexts are cut,
+# into about so many programs altogether. From here up the longest programs start first, and a cut,
+# which costs some microseconds at each end, pays only for contexts that would still be running
+# when the GPU runs empty: those of over 4/3 the mean (H200).
 _FULL_PROGRAMS = 128
-_SPLIT_PROGRAMS = 256
-_MAX_SPLITS = 32
+_CUT_PROGRAMS = 256
+_SHARES_PER_4_ROWS = 3
 MOSAIC_HEAD_DIMS = (64, 128)
 
 
@@ -34,8 +36,26 @@ class TritonTiling:
     """Context positions of one step."""
     num_warps: int
     num_stages: int
-    splits: int = 1
-    """Programs that share each context, a power of two."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ContextCut:
+    """How the contexts of decode rows are cut into pieces, one program for each kv head.
+
+    The contexts of a batch together make a number of equal shares; each context is cut into as
+    few equal pieces as are no longer than a share.
+    """
+
+    few_rows: int
+    """From so many rows on, the number of shares goes by the rows."""
+    few_shares: int
+    """The shares of fewer rows."""
+    shares_per_4_rows: int = _SHARES_PER_4_ROWS
+    """With 4 or more, even contexts of one length are cut."""
+
+    def max_shares(self, max_rows: int) -> int:
+        """The most shares that up to `max_rows` rows have."""
+        return max(self.few_shares, max_rows * self.shares_per_4_rows // 4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,10 +84,11 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The cut of one call: for rows of a single query, and for the others."""
+    """The cut of one call: for rows of a single query, for the others, and for contexts."""
 
     decode: TritonTiling
     prefill: TritonTiling | MosaicTiling
+    cut: ContextCut
 
 
 def choose(impl: str, compute_capability: str, shape: Shape) -> Choice:
@@ -82,18 +103,20 @@ def choose(impl: str, compute_capability: str, shape: Shape) -> Choice:
 
     decode = TritonTiling(max(group, 16), tile_k, num_warps=4, num_stages=3)
     decode = dataclasses.replace(decode, **_tuned(compute_capability, "decode", "triton", shape))
-    programs = min(shape.num_tokens, shape.num_rows) * shape.num_kv_heads
-    steps = shape.table_width * shape.block_size // decode.tile_k
-    decode = dataclasses.replace(decode, splits=_num_splits(programs, steps))
+    cut = ContextCut(
+        few_rows=-(-_FULL_PROGRAMS // shape.num_kv_heads),
+        few_shares=max(_CUT_PROGRAMS // shape.num_kv_heads, 1),
+    )
 
     if impl == "mosaic" and (tuned := _tuned(compute_capability, "prefill", "mosaic", shape)):
-        return Choice(decode, MosaicTiling(**tuned))
+        return Choice(decode, MosaicTiling(**tuned), cut)
     most_rows = 32 if shape.dtype == "float32" else 128
     tile_rows = max(min(2 * _KV_TILE_BYTES // row_bytes, most_rows), group, 16)
     prefill = TritonTiling(tile_rows, tile_k, num_warps=4 if tile_rows < 64 else 8, num_stages=2)
     return Choice(
         decode,
         dataclasses.replace(prefill, **_tuned(compute_capability, "prefill", "triton", shape)),
+        cut,
     )
 
 
@@ -124,14 +147,6 @@ def _tuned(compute_capability: str, rows: str, kernel: str, shape: Shape) -> dic
 @functools.cache
 def _table() -> list[dict]:
     return json.loads(resources.files(__package__).joinpath("tuning.json").read_text())["entries"]
-
-
-def _num_splits(num_programs: int, max_splits: int) -> int:
-    """How many ways to split every context, a power of two."""
-    if num_programs >= _FULL_PROGRAMS:
-        return 1
-    wanted = min(_SPLIT_PROGRAMS // num_programs, max_splits, _MAX_SPLITS)
-    return 1 << (max(wanted, 1).bit_length() - 1)
 
 
 def _power_of_two(n: int) -> int:

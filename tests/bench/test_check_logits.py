@@ -21,7 +21,7 @@ def fields(tmp_path):
     return {
         "model": str(write_shape("tiny", tmp_path)), "load_format": "dummy", "dtype": "float32",
         "skip_tokenizer_init": True, "enable_prefix_caching": False, "max_model_len": 32,
-        "max_num_seqs": 1, "max_num_batched_tokens": 1, "block_size": 8,
+        "max_num_seqs": 1, "max_num_batched_tokens": 1, "block_size": 8, "num_scheduler_steps": 8,
         "kv_cache_memory_bytes": 1 << 20, "compilation_cache_dir": "",
     }  # fmt: skip
 
@@ -50,7 +50,7 @@ def test_right_and_wrong_answers(check_logits, fields, monkeypatch):
 
 
 def test_single_steps_are_no_comparison(check_logits, fields):
-    with pytest.raises(RuntimeError, match="no dispatch has taken several steps"):
+    with pytest.raises(RuntimeError, match=r'pass --options .{"num_scheduler_steps": 4}'):
         check_logits.several_steps(REQUESTS, fields | {"num_scheduler_steps": 1})
 
 

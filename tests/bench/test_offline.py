@@ -155,7 +155,10 @@ def test_rates_of_a_workload(engine):
     assert result["total_tokens_per_s"] == round(1600 / seconds, 1)
     assert (result["num_requests"], result["flagged"]) == (8, False)
     # A round of warm-up is cut short.
-    assert engine.calls[0] == [(100, 64)] * 4
+    assert engine.calls[0] == [(100, 64)] * 8
+    engine.calls.clear()
+    run_workload(engine, make_requests([(10, 10)] * 200, 50, 0), 0)
+    assert [len(calls) for calls in engine.calls] == [128, 200, 200]
     result = run_workload(engine, make_requests([(100, 1)] * 2, 50, 0), 0)
     assert result["prefill_tokens_per_s"] == round(200 / (2 + 2 + 0.0012), 1)
     assert "output_tokens_per_s" not in result

@@ -7,7 +7,6 @@ import pytest
 
 from pallas_kernels.add_rms_norm import add_rms_norm
 from pallas_kernels.linear import linear, linear_parts, tuning
-from pallas_kernels.qkv_rope import qkv_rope
 
 
 def normal(seed: int, shape: tuple[int, ...], dtype: str = "float32") -> jax.Array:
@@ -32,36 +31,6 @@ def test_add_rms_norm(by_triton, dtype, num_parts, num_tokens, size):
     ours = by_triton(add_rms_norm, eps=1e-6)(x, delta, weight)
     wide = [a.astype(jnp.float32) for a in (x, delta, weight)]
     theirs = add_rms_norm(*wide, eps=1e-6, impl="reference")
-    for found, expected in zip(ours, theirs, strict=True):
-        assert found.dtype == dtype
-        close(found, expected, 5e-3 if dtype == "bfloat16" else 1e-6)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize(
-    ("num_parts", "num_kv_heads", "group", "head_dim", "has_bias", "has_norms"),
-    [
-        (1, 2, 7, 64, True, False),
-        (4, 8, 4, 128, False, False),
-        (1, 8, 2, 128, False, True),
-        (2, 3, 1, 96, True, True),
-    ],
-)
-def test_qkv_rope(by_triton, dtype, num_parts, num_kv_heads, group, head_dim, has_bias, has_norms):
-    num_tokens, heads = 19, (num_kv_heads, group + 2, head_dim)
-    arrays = [
-        normal(0, (num_parts, num_tokens, *heads), dtype if num_parts == 1 else "float32"),
-        normal(1, heads, dtype) if has_bias else None,
-        1 + normal(2, (head_dim,), dtype) if has_norms else None,
-        1 + normal(3, (head_dim,), dtype) if has_norms else None,
-    ]
-    angles = normal(4, (num_tokens, head_dim // 2))
-    turn = (jnp.cos(angles), jnp.sin(angles))
-    options = {"eps": 1e-6, "dtype": jnp.dtype(dtype)}
-    ours = by_triton(qkv_rope, **options)(*arrays, *turn)
-    wide = [None if a is None else a.astype(jnp.float32) for a in arrays]
-    options["dtype"] = jnp.dtype("float32")
-    theirs = qkv_rope(*wide, *turn, **options, impl="reference")
     for found, expected in zip(ours, theirs, strict=True):
         assert found.dtype == dtype
         close(found, expected, 5e-3 if dtype == "bfloat16" else 1e-6)
@@ -151,7 +120,3 @@ def test_unknown_implementations_are_refused():
     x = normal(0, (2, 8))
     with pytest.raises(ValueError, match="impl='cuda' is unknown: choose 'reference' or 'triton'"):
         add_rms_norm(x, x[None], x[0], eps=1e-6, impl="cuda")
-    with pytest.raises(ValueError, match="impl='cuda' is unknown"):
-        qkv_rope(
-            x[None, :, None, None], None, None, None, x, x, eps=1e-6, dtype=x.dtype, impl="cuda"
-        )

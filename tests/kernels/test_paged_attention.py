@@ -46,7 +46,7 @@ def test_mixed_batch(make_case, attention, heads, head_dim, block_size, dtype):
         padding_rows=2,
         padding_tokens=7,
     )
-    case.check(*case.run(attention))
+    case.check(case.run(attention))
 
 
 DECODE = [(1, n) for n in (1, 15, 16, 17, 31, 33, 64, 100)]
@@ -70,14 +70,14 @@ BATCHES = {
 @pytest.mark.parametrize("name", BATCHES)
 def test_batches(make_case, attention, name, window):
     case = make_case(**BATCHES[name], window=window)
-    case.check(*case.run(attention))
+    case.check(case.run(attention))
 
 
 @pytest.mark.parametrize("window", [1, 16, 17, 1000])
 def test_sliding_windows(make_case, attention, window):
     rows, num_decode = mixed_rows(16)
     case = make_case(rows, num_decode=num_decode, window=window)
-    case.check(*case.run(attention))
+    case.check(case.run(attention))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -87,7 +87,7 @@ def test_one_key_dominates(make_case, attention, window, dtype):
     case = make_case(
         rows, num_decode=num_decode, head_dim=64, window=window, dtype=dtype, needles=True
     )
-    case.check(*case.run(attention))
+    case.check(case.run(attention))
 
 
 def test_random_batches(make_case, attention):
@@ -108,41 +108,7 @@ def test_random_batches(make_case, attention):
             num_blocks=48,
             seed=seed,
         )
-        case.check(*case.run(attention))
-
-
-def test_layers_in_one_program(make_case, attention):
-    """A chain of layers, each with its own cache, over steps that reuse the caches."""
-    if not hasattr(attention, "lower"):
-        pytest.skip("the interpreter does not run inside jit")
-    rows, num_decode = mixed_rows(16)
-    case = make_case(rows, num_decode=num_decode, head_dim=64, dtype="bfloat16", padding_tokens=6)
-    names = [name for name in case.arrays if name not in ("q", "kv_cache")]
-
-    def step(impl, q, caches, others):
-        outs = []
-        for i, cache in enumerate(caches):
-            out, caches[i] = impl(q=q, kv_cache=cache, **others, **case.options)
-            outs.append(out)
-            q = q + out
-        return outs, caches
-
-    others = {name: case.arrays[name] for name in names}
-    got_step = jax.jit(functools.partial(step, attention), donate_argnums=1)
-    reference = functools.partial(paged_attention, impl="reference")
-    want_step = jax.jit(functools.partial(step, reference))
-    got = want = [jnp.roll(case.arrays["kv_cache"], i, axis=-1) for i in range(4)]
-    got = [jnp.array(cache, copy=True) for cache in got]
-    for _ in range(3):
-        got_outs, got = got_step(case.arrays["q"], got, others)
-        want_outs, want = want_step(case.arrays["q"], want, others)
-        for out, expected in zip(got_outs, want_outs, strict=True):
-            out, expected = np.asarray(out, np.float32), np.asarray(expected, np.float32)
-            assert np.isfinite(out).all()
-            assert np.linalg.norm(out - expected) <= 2e-2 * np.linalg.norm(expected)
-        for cache, expected in zip(got, want, strict=True):
-            cache, expected = np.asarray(cache, np.float32), np.asarray(expected, np.float32)
-            np.testing.assert_array_equal(cache[1:], expected[1:])  # block 0 takes the padding
+        case.check(case.run(attention))
 
 
 def _no_causal_mask(attention, *, q, block_tables, query_starts, context_lens, **rest):
@@ -166,9 +132,8 @@ def _changed(name, change):
 
 def _interleaved_heads(attention, *, q, **rest):
     # Head n reads kv head n % K, not n // G.
-    order = np.arange(q.shape[1]).reshape(-1, rest["k"].shape[1]).T.ravel()
-    out, cache = attention(q=q[:, order], **rest)
-    return out[:, np.argsort(order)], cache
+    order = np.arange(q.shape[1]).reshape(-1, rest["kv_cache"].shape[1]).T.ravel()
+    return attention(q=q[:, order], **rest)[:, np.argsort(order)]
 
 
 MUTANTS = {
@@ -178,9 +143,8 @@ MUTANTS = {
     "blocks out of order": _changed("block_tables", lambda x: x.at[:, :2].set(x[:, 1::-1])),
     "window one too wide": _changed("sliding_window", lambda x: x + 1),
     "window one too narrow": _changed("sliding_window", lambda x: x - 1),
-    "keys and values not written": _changed("kv_slots", jnp.zeros_like),
-    "written one slot off": _changed("kv_slots", lambda x: x ^ 1),
-    "keys and values swapped": _changed("k", lambda x: x + 1),
+    "keys and values swapped": _changed("kv_cache", lambda x: x[:, :, ::-1]),
+    "offsets in a block swapped": _changed("kv_cache", lambda x: x[:, :, :, ::-1]),
     "query heads interleaved": _interleaved_heads,
     "wrong scale": _changed("scale", lambda x: x * 1.05),
 }
@@ -197,32 +161,13 @@ def test_wrong_code_fails_the_check(make_case, dtype):
     rows = [(1, 40), (1, 33), (20, 36), (24, 50)]
     for needles in (False, True):
         case = make_case(rows, num_decode=2, dtype=dtype, window=18, needles=needles)
-        case.check(*case.run(reference))
+        case.check(case.run(reference))
         survivors = [
             name
             for name, mutant in MUTANTS.items()
-            if case.passes(*case.run(functools.partial(mutant, reference)))
+            if case.passes(case.run(functools.partial(mutant, reference)))
         ]
         assert not survivors
-
-
-@pytest.mark.parametrize("name", ["one token", "decode", "prefill"])
-def test_cache_is_updated_in_place(make_case, name):
-    case = make_case(**BATCHES[name], num_blocks=2048)
-
-    def layers(caches, arrays):
-        for i, cache in enumerate(caches):
-            out, caches[i] = reference(**arrays | {"kv_cache": cache}, **case.options)
-            arrays = arrays | {"q": arrays["q"] + out}
-        return arrays["q"], caches
-
-    caches = [case.arrays["kv_cache"]] * 3
-    compiled = jax.jit(layers, donate_argnums=0).lower(caches, case.arrays).compile()
-    shape = f"f32[{','.join(map(str, caches[0].shape))}]"
-    lines = [line for line in compiled.as_text().splitlines() if shape in line]
-    assert lines, "the cache's shape is not in the compiled program"
-    assert not [line for line in lines if " copy(" in line]
-    assert compiled.memory_analysis().temp_size_in_bytes < caches[0].nbytes
 
 
 @pytest.mark.parametrize(
@@ -232,7 +177,8 @@ def test_cache_is_updated_in_place(make_case, name):
         ({"q": jnp.zeros((4, 4, 24))}, "head_dim 24 is not a multiple of 16"),
         ({"kv_cache": jnp.zeros((9, 2, 2, 12, 16))}, "block size 12"),
         ({"kv_cache": jnp.zeros((9, 1, 2, 16, 16))}, "shapes disagree"),
-        ({"k": jnp.zeros((4, 2, 16), jnp.bfloat16)}, "must share dtype"),
+        ({"counters": jnp.zeros((4, 1), jnp.int32)}, "shapes disagree"),
+        ({"q": jnp.zeros((4, 4, 16), jnp.bfloat16)}, "must share dtype"),
         ({"sliding_window": 0}, "sliding_window 0 must be at least 1"),
         ({"impl": "fast"}, "impl='fast' is unknown: choose 'reference', 'triton' or 'mosaic'"),
     ],

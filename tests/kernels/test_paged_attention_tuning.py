@@ -8,18 +8,24 @@ import numpy as np
 import pytest
 
 from pallas_kernels.paged_attention import paged_attention, tuning
-from pallas_kernels.paged_attention.tiles import aligned_query_tiles
-from pallas_kernels.paged_attention.tuning import Choice, MosaicTiling, TritonTiling
+from pallas_kernels.paged_attention.tiles import aligned_query_tiles, context_pieces
+from pallas_kernels.paged_attention.tuning import Choice, ContextCut, MosaicTiling, TritonTiling
 
 DECODE = TritonTiling(16, 32, num_warps=4, num_stages=2)
+PREFILL = TritonTiling(32, 32, num_warps=4, num_stages=2)
+
+
+def shares(count):
+    """Contexts cut into pieces of about a part in `count` of all that a batch has."""
+    return ContextCut(few_rows=1000, few_shares=count)
+
+
 CUTS = {
-    "decode in one part": Choice(DECODE, TritonTiling(32, 32, 4, 2)),
-    "decode in 4 parts": Choice(dataclasses.replace(DECODE, splits=4), TritonTiling(64, 32, 4, 2)),
-    "decode in 32 parts": Choice(
-        dataclasses.replace(DECODE, splits=32), TritonTiling(128, 32, 8, 2)
-    ),
-    "mosaic": Choice(DECODE, MosaicTiling(128, 2)),
-    "mosaic, small tiles": Choice(DECODE, MosaicTiling(64, 3)),
+    "contexts whole": Choice(DECODE, PREFILL, shares(1)),
+    "contexts in 4 shares": Choice(DECODE, TritonTiling(64, 32, 4, 2), shares(4)),
+    "a piece for each step": Choice(DECODE, TritonTiling(128, 32, 8, 2), shares(64)),
+    "mosaic": Choice(DECODE, MosaicTiling(128, 2), shares(4)),
+    "mosaic, small tiles": Choice(DECODE, MosaicTiling(64, 3), shares(4)),
 }
 # Contexts of several tiles of keys; rows that share a tile of queries, fill one, or span several.
 LONG_ROWS = [(1, 1), (1, 64), (1, 317), (5, 5), (64, 128), (70, 300), (137, 137), (30, 270)]
@@ -49,7 +55,117 @@ def test_cuts(make_case, attention_by_choice, name, window, dtype):
         needles=window is None,
         **sizes,
     )
-    case.check(*case.run(attention_by_choice(CUTS[name])))
+    case.check(case.run(attention_by_choice(CUTS[name])))
+
+
+# In steps of 32 keys: ends of steps and of pieces, a step more and less, and one very long.
+SKEWED = [1, 31, 32, 33, 64, 65, 128, 129, 256, 257, 511, 1000]
+
+
+@pytest.mark.parametrize("window", [None, 1, 32, 97])
+@pytest.mark.parametrize("num_shares", [1, 5, 24, 100])
+def test_unequal_contexts(make_case, attention_by_choice, num_shares, window):
+    """Decode rows of one to 32 pieces side by side, some windows of them, padding among them."""
+    case = make_case(
+        [(1, context) for context in SKEWED],
+        num_decode=len(SKEWED),
+        heads=(6, 2),
+        window=window,
+        padding_rows=4,
+        padding_tokens=3,
+        needles=window is None,
+    )
+    case.check(case.run(attention_by_choice(Choice(DECODE, PREFILL, shares(num_shares)))))
+
+
+@pytest.mark.parametrize("padding", [0, 5])
+@pytest.mark.parametrize("context", [32, 160, 161, 1000])
+def test_one_row_in_pieces(make_case, attention_by_choice, context, padding):
+    case = make_case(
+        [(1, context)], num_decode=1, padding_rows=padding, padding_tokens=padding, needles=True
+    )
+    case.check(case.run(attention_by_choice(Choice(DECODE, PREFILL, shares(5)))))
+
+
+@pytest.mark.parametrize("num_shares", [1, 24])
+def test_unequal_contexts_beside_a_prompt(make_case, attention_by_choice, num_shares):
+    rows = [(1, context) for context in SKEWED] + [(40, 90)]
+    case = make_case(rows, num_decode=len(SKEWED), padding_rows=3, padding_tokens=6)
+    case.check(case.run(attention_by_choice(Choice(DECODE, PREFILL, shares(num_shares)))))
+
+
+def test_queries_of_one_row_in_pieces(make_case, attention_by_choice):
+    """Each query of a row is in pieces of its own."""
+    case = make_case([(3, 130), (4, 300)], padding_rows=7, padding_tokens=1)
+    case.check(case.run(attention_by_choice(Choice(DECODE, PREFILL, shares(20)))))
+
+
+def decode_tiles(contexts, num_unused=0):
+    """The tiles of decode rows; a context of 0 is a padding token."""
+    tiles = np.array([(i, i, 1, n - 1) for i, n in enumerate(contexts)] + [(0,) * 4] * num_unused)
+    return jnp.asarray(tiles, jnp.int32)
+
+
+def test_pieces_hold_each_step_once():
+    rng = np.random.default_rng(5)
+    make = jax.jit(context_pieces, static_argnames=("cut", "tile_k", "sliding_window"))
+    for trial in range(60):
+        cut = [ContextCut(8, 16), ContextCut(64, 7), ContextCut(4, 4, 2), ContextCut(0, 1, 4)][
+            trial % 4
+        ]
+        num_tiles, num_unused = 24, int(rng.integers(0, 20))
+        contexts = np.exp(rng.normal(4, 2, num_tiles - num_unused)).astype(int)
+        window = [None, 50, 64][trial % 3]
+        tiles = decode_tiles(contexts, num_unused)
+        pieces = np.asarray(make(tiles, cut, tile_k=32, sliding_window=window))
+        assert len(pieces) == num_tiles + cut.max_shares(num_tiles)
+        num_used = int((pieces[:, 2] > 0).sum())
+        assert not pieces[num_used:, :4].any()
+
+        begins = [0 if window is None else max(n - window, 0) // 32 for n in contexts]
+        steps = [-(-n // 32) - begin for n, begin in zip(contexts, begins, strict=True)]
+        num_rows = sum(n > 0 for n in steps)
+        num_shares = max(num_rows * cut.shares_per_4_rows // 4, 1)
+        num_shares = cut.few_shares if num_rows < cut.few_rows else num_shares
+        share = max(-(-sum(steps) // num_shares), 1)
+        lengths, i = [], 0
+        while i < num_used:
+            row, num_pieces = pieces[i, 0], pieces[i, 5]
+            np.testing.assert_array_equal(pieces[i : i + num_pieces, 4], range(num_pieces))
+            np.testing.assert_array_equal(
+                pieces[i : i + num_pieces, :4], [(row, row, 1, contexts[row] - 1)] * num_pieces
+            )
+            assert num_pieces == max(-(-steps[row] // share), 1)
+            lengths.append(steps[row] // num_pieces)
+            i += num_pieces
+        assert i == num_used
+        assert lengths == sorted(lengths, reverse=True)
+        assert sorted(set(pieces[:num_used, 0])) == list(range(len(contexts)))
+        assert num_used == sum(max(-(-n // share), 1) for n in steps)
+
+
+def test_which_contexts_are_cut():
+    """Equal ones only where they are few; else the long ones, be the batch full or half empty."""
+    cut = tuning.choose("triton", "9.0", tuning.Shape(64, 64, 32, 8, 128, 16, 256, "bfloat16")).cut
+
+    def num_pieces(contexts):
+        tiles = decode_tiles(contexts, 64 - len(contexts))
+        pieces = np.asarray(context_pieces(tiles, cut, tile_k=64, sliding_window=None))
+        counts = np.zeros(len(contexts), int)
+        used = pieces[:, 2] > 0
+        counts[pieces[used, 0]] = pieces[used, 5]
+        return counts.tolist()
+
+    for rows in (16, 40, 64):
+        assert num_pieces([1024] * rows) == [1] * rows
+        assert num_pieces([1024, 1300] * (rows // 2)) == [1] * rows
+        assert num_pieces([512] * (rows - 1) + [4096]) == [1] * (rows - 1) + [
+            {16: 4, 40: 5, 64: 6}[rows]
+        ]
+    assert num_pieces([2048]) == [32]
+    assert num_pieces([64]) == [1]
+    assert num_pieces([2048] * 8) == [4] * 8
+    assert num_pieces([256] * 7 + [2048]) == [2] * 7 + [16]
 
 
 @pytest.mark.parametrize("window", [None, 20])
@@ -64,7 +180,7 @@ def test_mosaic_prefill_interpreted(make_case, mosaic_interpreted, window):
         padding_rows=1,
         padding_tokens=4,
     )
-    case.check(*case.run(mosaic_interpreted))
+    case.check(case.run(mosaic_interpreted))
 
 
 def test_aligned_tiles_hold_each_query_once():
@@ -104,10 +220,6 @@ def test_choices():
     ]:
         choice = tuning.choose(impl, capability, dataclasses.replace(shape, **change))
         assert isinstance(choice.prefill, TritonTiling)
-    few = dataclasses.replace(shape, num_rows=1)
-    assert tuning.choose("triton", "8.0", few).decode.splits == 32
-    many = dataclasses.replace(shape, num_rows=512)
-    assert tuning.choose("triton", "8.0", many).decode.splits == 1
     odd = dataclasses.replace(shape, num_heads=7 * 8)
     assert tuning.choose("triton", "8.0", odd).decode.tile_rows == 16
 

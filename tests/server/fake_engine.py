@@ -19,8 +19,8 @@ from jaxserve.engine.grammar_masks import GrammarMasks
 from jaxserve.engine.in_flight import InFlight
 from jaxserve.engine.logprobs import launch_logprobs
 from jaxserve.engine.preparer import RequestPreparer
+from jaxserve.engine.state import StepOutput
 from jaxserve.engine.stats import StepStats
-from jaxserve.engine.step import StepOutput
 from jaxserve.sampling import TokenLogprobs
 from jaxserve.text.grammar import GrammarCompiler
 from jaxserve.text.tokenizer import Tokenizer
@@ -96,8 +96,9 @@ class FakeEngine(Engine):
                 token = self._allowed(masks[index], token)
             sampled.append(token)
         output = StepOutput(np.array([sampled], np.int32), None)
-        logprobs = launch_logprobs(self._score, 64, None, output, scheduled, self._states, None)
-        return self._resolve(InFlight(scheduled, output, logprobs, launched))
+        programs = {64: self._score}
+        logprobs = launch_logprobs(programs, None, output, scheduled, self._states, None)
+        return self._resolve(InFlight(scheduled, output.token_ids, logprobs, launched))
 
     def _allowed(self, mask: np.ndarray, wanted: int) -> int:
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
@@ -106,9 +107,10 @@ class FakeEngine(Engine):
                 return token
         return self._rng.choice(allowed or [wanted])  # a grammar that has failed allows nothing
 
-    def _score(self, params, hidden, sampled, queries) -> TokenLogprobs:
+    def _score(self, params, output: StepOutput, queries) -> TokenLogprobs:
         tokens = np.asarray(queries)[:, 1]
-        ids = np.where(tokens < 0, sampled[0, np.where(tokens < 0, -1 - tokens, 0)], tokens)
+        sampled = output.token_ids[0, np.where(tokens < 0, -1 - tokens, 0)]
+        ids = np.where(tokens < 0, sampled, tokens)
         tops = (ids[:, None] + np.arange(self.config.max_logprobs)) % self.model_config.vocab_size
         logprobs = -0.25 * (1 + ids % 7)
         return TokenLogprobs(

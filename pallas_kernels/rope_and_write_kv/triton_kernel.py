@@ -1,44 +1,50 @@
-"""Sum of parts, bias, head norms and rotation in one pass: a program for each token and kv head."""
+"""From the QKV projection to q and the cache in one pass: a program for each token and kv head."""
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.triton_import import jax_triton, tl, triton
 
 
-def qkv_rope(
-    qkv: Float[Array, "S T K G+2 H"],
+def rope_and_write_kv(
+    qkv: Float[Array, "parts T K G+2 H"],
     bias: Float[Array, "K G+2 H"] | None,
     q_norm: Float[Array, "H"] | None,
     k_norm: Float[Array, "H"] | None,
     cos: Float32[Array, "T H//2"],
     sin: Float32[Array, "T H//2"],
+    kv_cache: Float[Array, "P K 2 S H"],
+    kv_slots: Int32[Array, "T"],
     *,
     eps: float,
-    dtype: jnp.dtype,
-) -> tuple[Float[Array, "T K*G H"], Float[Array, "T K H"], Float[Array, "T K H"]]:
+) -> tuple[Float[Array, "T K*G H"], Float[Array, "P K 2 S H"], Int32[Array, "T K"]]:
     parts, num_tokens, num_kv_heads, group, head_dim = qkv.shape
     group -= 2
-    q = jax.ShapeDtypeStruct((num_tokens, num_kv_heads * group, head_dim), dtype)
-    kv = jax.ShapeDtypeStruct((num_tokens, num_kv_heads, head_dim), dtype)
     heads = triton.next_power_of_2(group + 2)
     has_norms = q_norm is not None and k_norm is not None
+    cache = jax.new_ref(kv_cache)
     # What is absent is never read; some array must stand in its place.
-    return jax_triton.triton_call(
+    q, counters = jax_triton.triton_call(
         qkv,
         qkv if bias is None else bias,
         q_norm if has_norms else cos,
         k_norm if has_norms else cos,
         cos,
         sin,
-        kernel=_qkv_rope,
-        out_type=(q, kv, kv),
+        kv_slots,
+        cache,
+        kernel=_rope_and_write_kv,
+        out_type=(
+            jax.ShapeDtypeStruct((num_tokens, num_kv_heads * group, head_dim), kv_cache.dtype),
+            jax.ShapeDtypeStruct((num_tokens, num_kv_heads), jnp.int32),
+        ),
         grid=(num_tokens, num_kv_heads),
         num_warps=1 if heads * head_dim <= 512 else 4,
-        S=parts,
+        PARTS=parts,
         K=num_kv_heads,
         G=group,
+        S=kv_cache.shape[3],
         HEADS=heads,
         HALF=head_dim // 2,
         HALF_PAD=triton.next_power_of_2(head_dim // 2),
@@ -46,22 +52,25 @@ def qkv_rope(
         HAS_BIAS=bias is not None,
         HAS_NORMS=has_norms,
     )
+    return q, jax.freeze(cache), counters
 
 
 @triton.jit
-def _qkv_rope(
+def _rope_and_write_kv(
     qkv,
     bias,
     q_norm,
     k_norm,
     cos,
     sin,
+    slots,
+    cache,
     q,
-    k,
-    v,
-    S: tl.constexpr,
+    counters,
+    PARTS: tl.constexpr,
     K: tl.constexpr,
     G: tl.constexpr,
+    S: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     HALF_PAD: tl.constexpr,
@@ -71,6 +80,7 @@ def _qkv_rope(
 ):
     token = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
+    slot = tl.load(slots + token)
     H: tl.constexpr = 2 * HALF
     head = tl.arange(0, HEADS)[:, None]
     pair = tl.arange(0, HALF_PAD)[None, :]
@@ -81,7 +91,7 @@ def _qkv_rope(
     first = tl.load(qkv + source, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(qkv + source + HALF, mask=mask, other=0.0).to(tl.float32)
     part = qkv + source
-    for _ in tl.static_range(S - 1):
+    for _ in tl.static_range(PARTS - 1):
         part += tl.num_programs(0).to(tl.int64) * K * (G + 2) * H
         first += tl.load(part, mask=mask, other=0.0).to(tl.float32)
         second += tl.load(part + HALF, mask=mask, other=0.0).to(tl.float32)
@@ -111,8 +121,9 @@ def _qkv_rope(
     to_q = ((token * K + kv_head) * G + head) * H + pair
     tl.store(q + to_q, turned_first, mask=(head < G) & in_half)
     tl.store(q + to_q + HALF, turned_second, mask=(head < G) & in_half)
-    to_kv = (token * K + kv_head) * H + pair + head * 0
-    tl.store(k + to_kv, turned_first, mask=(head == G) & in_half)
-    tl.store(k + to_kv + HALF, turned_second, mask=(head == G) & in_half)
-    tl.store(v + to_kv, turned_first, mask=is_value & in_half)
-    tl.store(v + to_kv + HALF, turned_second, mask=is_value & in_half)
+    page = (slot // S).to(tl.int64) * K + kv_head
+    to_cache = ((page * 2 + head - G) * S + slot % S) * H + pair
+    is_kv = (head >= G) & (head < G + 2)
+    tl.store(cache + to_cache, turned_first, mask=is_kv & in_half)
+    tl.store(cache + to_cache + HALF, turned_second, mask=is_kv & in_half)
+    tl.store(counters + token * K + kv_head, 0)
