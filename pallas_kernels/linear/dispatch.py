@@ -5,8 +5,9 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.add_rms_norm import add_rms_norm
 from pallas_kernels.linear import reference, tuning
 
 Impl = Literal["reference", "triton"]
@@ -50,6 +51,33 @@ def linear_parts(
         return reference.linear(x, weight, gated=False, out_dtype=x.dtype)[None]
     out_dtype = jnp.dtype(jnp.float32) if tiling.splits > 1 else x.dtype
     return _kernel(tiling)(x, weight, gated=False, out_dtype=out_dtype, tiling=tiling)
+
+
+def linear_add_rms_norm(
+    x: Float[Array, "T I"],
+    weight: Float[Array, "D I"],
+    residual: Float[Array, "T D"],
+    norm_weight: Float[Array, "D"],
+    counters: Int32[Array, "D"],
+    *,
+    eps: float,
+    impl: Impl,
+) -> tuple[Float[Array, "T D"], Float[Array, "T D"], Int32[Array, "D"]]:
+    """`add_rms_norm` of the residual and `linear_parts`; and the counters.
+
+    For few tokens that is one kernel, with "triton" where `tuning.json` has a cut for it: the last
+    program to finish norms. They count in `counters`, which are zeros before and after; whoever
+    donates them, as one call's to the next, spares a copy.
+    """
+    tiling = _tiling(x, weight, "normed", impl)
+    if tiling is None:
+        parts = linear_parts(x, weight, impl=impl)
+        return *add_rms_norm(residual, parts, norm_weight, eps=eps, impl=impl), counters
+    from pallas_kernels.linear import triton_add_rms_norm
+
+    return triton_add_rms_norm.linear_add_rms_norm(
+        x, weight, residual, norm_weight, counters, eps=eps, tiling=tiling
+    )
 
 
 def _kernel(tiling: tuning.Tiling | tuning.MosaicTiling) -> Callable[..., jax.Array]:
