@@ -5,6 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.model.attention import AttentionBatch, AttentionImpl, kernel_impl
@@ -100,7 +101,9 @@ class CausalLM(nnx.Module):
             graph, state = nnx.split((layer, next_norm))
             residual, kv_cache = _run_layer(graph, state, residual, angles, kv_cache, batch)
             written.append(kv_cache)
-        return residual.normed, tuple(written)
+        # Without the barrier XLA may run the last product twice, once for each place that its
+        # result goes to.
+        return lax.optimization_barrier(residual.normed), tuple(written)
 
     def logits(self, hidden: Float[Array, "n D"]) -> Float32[Array, "n V"]:
         """The scores of the whole vocabulary, on every shard."""

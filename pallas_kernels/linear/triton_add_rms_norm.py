@@ -102,20 +102,18 @@ def _linear_add_rms_norm(
     else:
         right = right.to(dtype).to(tl.float32)
     tl.store(total + place, (left + right).to(dtype), mask=mask)
+
+    column = tl.arange(0, D_PAD)
+    # By each, so that the last need not wait for it.
+    scale = tl.load(norm_weight + column, mask=column < D, other=0.0)
     tl.debug_barrier()
     if tl.atomic_add(arrived, 1, sem="acq_rel") != tl.num_programs(0) - 1:
         return
     tl.store(arrived, 0)
-
-    column = tl.arange(0, D_PAD)
-    # Every step needs it again, but reads gigabytes in between.
-    scale = tl.load(
-        norm_weight + column, mask=column < D, other=0.0, eviction_policy="evict_last"
-    ).to(tl.float32)
     token = tl.arange(0, T_PAD)
     mask = (token < T)[:, None] & (column < D)[None, :]
     place = token[:, None] * D + column[None, :]
     wide = tl.load(total + place, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
     mean_square = tl.sum(wide * wide, axis=1) / D
-    result = wide * tl.rsqrt(mean_square + EPS)[:, None] * scale[None, :]
+    result = wide * tl.rsqrt(mean_square + EPS)[:, None] * scale.to(tl.float32)[None, :]
     tl.store(normed + place, result.to(dtype), mask=mask)
