@@ -24,7 +24,6 @@ from jaxserve.model.rope import RopeAngles
 from jaxserve.model.sizes import GlobalSizes
 from pallas_kernels import linear as kernels
 from pallas_kernels.add_rms_norm import add_rms_norm
-from pallas_kernels.rope_and_write_kv import rope_and_write_kv
 from sharding import all_gather, all_reduce, num_shards, shard_index
 
 
@@ -65,7 +64,7 @@ class Residual(NamedTuple):
     x: Float[Array, "T D"]
     normed: Float[Array, "T D"]
     """By the norm of the layer that reads it."""
-    counters: Int32[Array, "D"]
+    arrived: Int32[Array, "D"]
     """Zeros: see `linear_add_rms_norm`."""
 
     @classmethod
@@ -94,7 +93,7 @@ class Linear(nnx.Module):
                     weight,
                     residual.x,
                     norm.weight[...],
-                    residual.counters,
+                    residual.arrived,
                     eps=norm.eps,
                     impl=impl,
                 )
@@ -105,7 +104,7 @@ class Linear(nnx.Module):
             parts = kernels.linear_parts(inner, weight, impl=impl)
         if self.bias is not None:
             parts = parts.at[0].add(self.bias[...])
-        return Residual(*norm.after_adding(residual.x, parts), residual.counters)
+        return Residual(*norm.after_adding(residual.x, parts), residual.arrived)
 
 
 class HeadNorm(nnx.Module):
@@ -185,19 +184,18 @@ class Attention(nnx.Module):
         next_norm: RMSNorm,
     ) -> tuple[Residual, Float[Array, "P K 2 S H"]]:
         """N, K and the cache are this shard's."""
-        x, impl = residual.normed, kernel_impl(self.impl)
-        weight = self.qkv.weight[...]
-        parts = kernels.linear_parts(x, weight.reshape(-1, weight.shape[-1]), impl=impl)
-        q, kv_cache, counters = rope_and_write_kv(
-            parts.reshape(len(parts), len(x), *weight.shape[:-1]),
+        q, kv_cache, counters, arrived = kernels.linear_rope_and_write_kv(
+            residual.normed,
+            self.qkv.weight[...],
             None if self.qkv.bias is None else self.qkv.bias[...],
             None if self.q_norm is None else self.q_norm.weight[...],
             None if self.k_norm is None else self.k_norm.weight[...],
             *angles,
             kv_cache,
             batch.kv_slots,
+            residual.arrived,
             eps=self.norm_eps,
-            impl=impl,
+            impl=kernel_impl(self.impl),
         )
         attended = attend(
             q,
@@ -208,7 +206,8 @@ class Attention(nnx.Module):
             sliding_window=self.sliding_window,
             impl=self.impl,
         )
-        return self.o.into_residual(attended.reshape(len(x), -1), residual, next_norm), kv_cache
+        residual = residual._replace(arrived=arrived)
+        return self.o.into_residual(attended.reshape(len(q), -1), residual, next_norm), kv_cache
 
 
 class GatedMLP(nnx.Module):

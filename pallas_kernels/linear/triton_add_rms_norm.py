@@ -18,20 +18,20 @@ def linear_add_rms_norm(
     weight: Float[Array, "D I"],
     residual: Float[Array, "T D"],
     norm_weight: Float[Array, "D"],
-    counters: Int32[Array, "D"],
+    arrived: Int32[Array, "C"],
     *,
     eps: float,
     tiling: Tiling,
-) -> tuple[Float[Array, "T D"], Float[Array, "T D"], Int32[Array, "D"]]:
+) -> tuple[Float[Array, "T D"], Float[Array, "T D"], Int32[Array, "C"]]:
     num_tokens, size = residual.shape
     parts = (tiling.splits, num_tokens, size) if tiling.splits > 1 else (1,)
-    arrived = jax.new_ref(counters)
+    counters = jax.new_ref(arrived)
     total, normed, _ = jax_triton.triton_call(
         x,
         weight,
         residual,
         norm_weight,
-        arrived,
+        counters,
         kernel=_linear_add_rms_norm,
         out_type=(
             jax.typeof(residual),
@@ -50,7 +50,7 @@ def linear_add_rms_norm(
         EPS=eps,
         **tile_sizes(x, tiling),
     )
-    return total, normed, jax.freeze(arrived)
+    return total, normed, jax.freeze(counters)
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def _linear_add_rms_norm(
     TILE_I: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """`arrived` [D] counts the programs that are done with their rows, and from 1 on for each tile
+    """`arrived` counts the programs that are done with their rows, and from 1 on for each tile
     of rows those that have left their part."""
     tile = tl.program_id(0)
     token = tl.arange(0, TILE_T)

@@ -252,13 +252,13 @@ def test_sees_positions_off_by_one() -> None:
 def without_reduction(self, inner, residual, norm) -> layers.Residual:
     total = layers.linear(inner, self.weight[...], norm.impl)
     delta = total if self.bias is None else total + self.bias[...]
-    return layers.Residual(*norm.after_adding(residual.x, delta[None]), residual.counters)
+    return layers.Residual(*norm.after_adding(residual.x, delta[None]), residual.arrived)
 
 
 def with_bias_on_every_shard(self, inner, residual, norm) -> layers.Residual:
     total = layers.linear(inner, self.weight[...], norm.impl)
     delta = layers.all_reduce(total if self.bias is None else total + self.bias[...])
-    return layers.Residual(*norm.after_adding(residual.x, delta[None]), residual.counters)
+    return layers.Residual(*norm.after_adding(residual.x, delta[None]), residual.arrived)
 
 
 @pytest.mark.parametrize("fault", [without_reduction, with_bias_on_every_shard])
