@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.linear.triton_kernel import multiply, tile_sizes
 from pallas_kernels.linear.tuning import Tiling
-from pallas_kernels.rope_and_write_kv.triton_kernel import turn_and_write
+from pallas_kernels.rope_and_write_kv.triton_kernel import load_operands, turn_and_write
 from pallas_kernels.triton_import import jax_triton, tl, triton
 
 
@@ -126,14 +126,20 @@ def _linear_rope_and_write_kv(
     part = tl.program_id(1) * T + token
     target = parts + part[:, None] * (K * HEAD_ROWS) + row[None, :]
     tl.store(target, product.to(parts.dtype.element_ty), mask=(token < T)[:, None])
-    tl.debug_barrier()  # The whole program's stores, before one thread announces them.
     kv_head = tile // HEAD_TILES
+    head = tl.arange(0, T_PAD * HEADS)[:, None]
+    token = (head // HEADS).to(tl.int64)
+    head = head % HEADS
+    # By each, so that the last need not wait for them.
+    operands = load_operands(
+        bias, q_norm, k_norm, cos, sin, slots, token, T, head, kv_head,
+        G, HALF, HALF_PAD, HAS_BIAS, HAS_NORMS,
+    )  # fmt: skip
+    tl.debug_barrier()  # The whole program's stores, before one thread announces them.
     if tl.atomic_add(arrived + kv_head, 1, sem="acq_rel") != HEAD_TILES * SPLITS - 1:
         return
     tl.store(arrived + kv_head, 0)
-    head = tl.arange(0, T_PAD * HEADS)[:, None]
     turn_and_write(
-        parts, bias, q_norm, k_norm, cos, sin, slots, cache, q, counters,
-        (head // HEADS).to(tl.int64), T, head % HEADS, kv_head,
+        parts, operands, cache, q, counters, token, T, head, kv_head,
         SPLITS, K, G, S, HALF, HALF_PAD, EPS, HAS_BIAS, HAS_NORMS,
     )  # fmt: skip
