@@ -54,7 +54,7 @@ def timed_engine(requests: list[TokenRequest], fields: dict[str, Any]) -> list[t
 
 def several_steps(requests: list[TokenRequest], fields: dict[str, Any]) -> list[list[int]]:
     """Ids of prompts and answers. RuntimeError if no dispatch has taken several steps: then
-    `num_scheduler_steps` has to be among the fields."""
+    `num_scheduler_steps`, over 1, has to be among the fields."""
     with LLM(**fields) as llm:
         engine = llm.engine
         submissions = [engine.prepare(r.prompt_token_ids, greedy(r)) for r in requests]
@@ -67,7 +67,11 @@ def several_steps(requests: list[TokenRequest], fields: dict[str, Any]) -> list[
             for delta in engine.step():
                 outputs[delta.request_id].apply(delta)
         if engine.stats().num_steps <= num_dispatches:
-            raise RuntimeError("no dispatch has taken several steps: nothing was compared")
+            raise RuntimeError(
+                "no dispatch has taken several steps, so nothing was compared: pass "
+                """--options '{"num_scheduler_steps": 4}', since by default this model takes one """
+                "on this device"
+            )
         return [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs.values()]
 
 

@@ -303,7 +303,7 @@ def main() -> None:
             } | speed(product, case.num_tokens, min(best) - GAP_S, result["copy_bytes_per_s"])
             print(json.dumps(row | {"all": [round(1e6 * min(t), 1) for t in times]}), flush=True)
             result["rows"].append(row)
-            # After each row: a machine lent for minutes may go away.
+            # After each row, so that an interrupted run keeps its rows.
             args.output.write_text(json.dumps(result, indent=2) + "\n")
             if args.tune:
                 faster = cost(fastest) < TIE * min(xla_times)

@@ -260,7 +260,7 @@ def measure(output: Path, only: str) -> None:
             row = {"impl": impl, **figures(work, timer.seconds(choice), ceilings)}
             print(json.dumps(row), flush=True)
             result["rows"].append(row)
-            # After each row: a machine lent for minutes may go away.
+            # After each row, so that an interrupted run keeps its rows.
             output.write_text(json.dumps(result, indent=2) + "\n")
 
 

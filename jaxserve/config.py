@@ -43,8 +43,8 @@ class EngineConfig:
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     tensor_parallel_size: int = 1
     attention_impl: Literal["auto", "reference", "triton", "mosaic"] = "auto"
-    """"auto": "mosaic" on a Hopper GPU, with a kernel of its own for long prefills, "triton" on any
-    other GPU, "reference" on a CPU."""
+    """"auto": "mosaic" on a Hopper GPU, with kernels of its own for long prefills and large
+    products, "triton" on any other GPU, "reference" on a CPU."""
     max_logprobs: int = 20
     """Most candidates that a request may ask for at one position."""
     seed: int = 0

@@ -13,14 +13,14 @@ from typing import Literal
 
 import pytest
 
-# Not in a hook: the conftest files of folders that the command line names are imported before any,
-# and may start JAX.
-_FLAGS = os.environ.get("XLA_FLAGS", "")
-os.environ["XLA_FLAGS"] = f"{_FLAGS} --xla_force_host_platform_device_count=4".strip()
 
-
-def pytest_configure(config: pytest.Config) -> None:
-    if not _runs_on_gpu(config):
+def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
+    """Adds none: of all hooks only this one runs before the conftest files of folders that the
+    command line names are imported, which may start JAX."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=4".strip()
+    options = pluginmanager.get_plugin("pytestconfig").known_args_namespace
+    if options.markexpr.strip() != "gpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
 
 
@@ -29,10 +29,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for name in ("gpu", "clients"):
             if name in item.keywords and config.option.markexpr.strip() != name:
                 item.add_marker(pytest.mark.skip(reason=f"runs with -m {name}"))
-
-
-def _runs_on_gpu(config: pytest.Config) -> bool:
-    return config.option.markexpr.strip() == "gpu"
 
 
 @pytest.fixture

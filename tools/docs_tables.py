@@ -178,6 +178,7 @@ TABLES: dict[str, Callable[..., Table]] = {
     "latency-*": latency,
     "linear_h200": linear,
     "linear_many_h200": linear,
+    "linear_between_h200": linear,
     "step_report-*": step_reports,
     "launch_overhead": launch_overhead,
 }

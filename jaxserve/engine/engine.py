@@ -264,7 +264,7 @@ class Engine:
     def _gap_between(self, previous: InFlight, launched: float) -> float:
         if previous.arrived_s is not None:
             return launched - previous.arrived_s
-        if not previous.output.is_ready():
+        if not previous.device_token_ids.is_ready():
             return 0.0
         return launched - max(previous.launched_s, self._resolved_s)
 

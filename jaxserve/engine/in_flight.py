@@ -13,8 +13,8 @@ from scheduler import SchedulerOutput
 @dataclass(slots=True)
 class InFlight:
     scheduled: SchedulerOutput
-    output: jax.Array
-    """The token ids, by step and row."""
+    device_token_ids: jax.Array
+    """By step and row."""
     logprobs: StepLogprobs | None
     launched_s: float
     arrived_s: float | None = None
@@ -24,7 +24,7 @@ class InFlight:
     def token_ids(self) -> list[tuple[int, ...]]:
         """For each scheduled row, one a step; waits for the end."""
         if self.arrived_s is None:
-            sampled = np.asarray(self.output)
+            sampled = np.asarray(self.device_token_ids)
             rows = self.scheduled.scheduled
             steps = sampled[: self.scheduled.num_steps, : len(rows)].tolist()
             self._token_ids = list(zip(*steps, strict=True))

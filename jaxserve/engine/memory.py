@@ -22,12 +22,13 @@ def kv_cache_budget(
     kv_cache_memory_bytes: int | None,
     gpu_memory_utilization: float,
     weight_bytes: int,
-    temp_bytes: int,
+    working_bytes: int,
 ) -> MemoryBudget:
     """What the cache may take on `device`, with `weight_bytes` still to come.
 
-    `temp_bytes` is the scratch memory of the largest program. The share counts from what JAX may
-    allocate (its own limit, three quarters of the GPU unless the process says otherwise).
+    `working_bytes` is the scratch memory of the largest program and what steps hand on beside the
+    cache. The share counts from what JAX may allocate (its own limit, three quarters of the GPU
+    unless the process says otherwise).
     """
     if kv_cache_memory_bytes is not None:
         return MemoryBudget(kv_cache_memory_bytes, "kv_cache_memory_bytes")
@@ -35,10 +36,11 @@ def kv_cache_budget(
         return MemoryBudget(CPU_KV_CACHE_BYTES, "the default on a CPU")
     stats = device.memory_stats()
     limit, in_use = stats["bytes_limit"], stats["bytes_in_use"]
-    free = max(int(limit * gpu_memory_utilization) - in_use - weight_bytes - temp_bytes, 0)
+    free = max(int(limit * gpu_memory_utilization) - in_use - weight_bytes - working_bytes, 0)
     source = (
         f"gpu_memory_utilization={gpu_memory_utilization:g} of {limit:,} bytes less {in_use:,} "
-        f"in use, {weight_bytes:,} of weights and {temp_bytes:,} of scratch memory"
+        f"in use, {weight_bytes:,} of weights and {working_bytes:,} of scratch memory and of "
+        "state beside the cache"
     )
     # Rounded, so that the programs kept from another start, with a little more or less in use,
     # are for the same number of blocks.

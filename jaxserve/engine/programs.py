@@ -170,7 +170,8 @@ def compile_programs(
             arguments = abstract_params(definition, mesh), state.output, queries
             return tracer.submit(program.lower, *arguments).result().compile(options)
 
-        return cache.load_or_compile(compile_it, "logprobs", tile, sizes, max_logprobs)
+        shapes = [part.shape for part in state.output]
+        return cache.load_or_compile(compile_it, "logprobs", tile, shapes, max_logprobs)
 
     yielding = _yield_to_tracing if on_gpu else None
     with tracer, ThreadPoolExecutor(COMPILE_THREADS, initializer=yielding) as pool:

@@ -91,16 +91,21 @@ class EngineParts:
         return lower_step(self.definition, mesh, layout, num_steps, self.sizes), num_steps
 
     def make_state(self) -> None:
-        """Anew, of no request, and what the steps read."""
+        """Anew, of no request, and what the steps read. The old goes first: both may not fit."""
+        _delete(self.state, *self.inputs.values())
         self.state = new_state(self.definition, self.replicated.mesh, self.sizes)
         self.inputs = _make_inputs(self.programs.layouts, self.replicated)
 
     def free(self) -> None:
         """Delete the device arrays."""
-        others = *self.inputs.values(), *self.no_masks.values()
-        for array in jax.tree.leaves((self.params, self.state, others)):
-            array.delete()
+        _delete(self.params, self.state, *self.inputs.values(), *self.no_masks.values())
         self.params, self.state, self.inputs, self.no_masks = None, None, {}, {}
+
+
+def _delete(*trees: Any) -> None:
+    """What a step has taken already may be among them."""
+    for array in jax.tree.leaves(trees):
+        array.delete()
 
 
 class _Phases:
@@ -165,7 +170,7 @@ def start(config: EngineConfig) -> EngineParts:
 
     replicated = NamedSharding(mesh, P())
     cache = ExecutableCache(
-        executables_folder() if on_gpu else None, mesh, model_config, dtype, impl, max_num_seqs
+        executables_folder() if on_gpu else None, mesh, model_config, dtype, impl
     )
 
     def blocks_beside(temp_bytes: int) -> int:
@@ -198,7 +203,7 @@ def start(config: EngineConfig) -> EngineParts:
 
     weight_bytes = definition.param_bytes(mesh)
     steps_per_dispatch = config.num_scheduler_steps or (
-        _scheduler_steps(weight_bytes) if on_gpu else 1
+        scheduler_steps(weight_bytes) if on_gpu else 1
     )
     state_bytes = bytes_beside_kv_cache(definition, sizes_of(0))
     scratch_bytes = _expected_scratch_bytes(definition, buckets[-1])
@@ -286,7 +291,7 @@ def _attention_impl(device: jax.Device) -> AttentionImpl:
     return "mosaic" if device.compute_capability == "9.0" else "triton"
 
 
-def _scheduler_steps(weight_bytes: int) -> int:
+def scheduler_steps(weight_bytes: int) -> int:
     """How many decode steps, a power of two, fit into MAX_DISPATCH_S: each reads all weights."""
     longest = MAX_DISPATCH_S * READ_BYTES_PER_S / weight_bytes
     return min(1 << max(int(longest).bit_length() - 1, 0), MAX_SCHEDULER_STEPS)

@@ -38,7 +38,7 @@ class StateSizes:
     num_blocks: int
     block_size: int
     max_num_seqs: int
-    max_num_tokens: int
+    max_num_batched_tokens: int
     """Of one step."""
     max_num_steps: int
     """Of one dispatch."""
@@ -50,7 +50,7 @@ STATE_SPECS = StepState(KV_CACHE_SPEC, P(), P())
 def _make_rest(definition: ModelDefinition, sizes: StateSizes) -> tuple[SlotState, StepOutput]:
     """All but the KV cache."""
     token_ids = jnp.zeros((sizes.max_num_steps, sizes.max_num_seqs), jnp.int32)
-    shape = sizes.max_num_tokens, definition.config.hidden_size
+    shape = sizes.max_num_batched_tokens, definition.config.hidden_size
     output = StepOutput(token_ids, jnp.zeros(shape, definition.dtype))
     return new_slot_state(sizes.max_num_seqs, definition.config.vocab_size), output
 

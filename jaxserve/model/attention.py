@@ -8,11 +8,11 @@ from pallas_kernels.paged_attention import paged_attention
 
 AttentionImpl = Literal["reference", "triton", "mosaic"]
 KernelImpl = Literal["reference", "triton"]
-"""Of the kernels beside attention."""
+"""Of the kernels that are neither attention nor products."""
 
 
 def kernel_impl(impl: AttentionImpl) -> KernelImpl:
-    """What goes with this attention: plain JAX, or else Triton."""
+    """What goes with this attention and these products: plain JAX, or else Triton."""
     return "reference" if impl == "reference" else "triton"
 
 

@@ -26,15 +26,14 @@ class DecoderLayer(nnx.Module):
     """Attention and MLP, each added to the residual stream."""
 
     def __init__(self, config: ModelConfig, attn: Attention, dtype: jnp.dtype) -> None:
-        impl = kernel_impl(attn.impl)
-
         def norm() -> RMSNorm:
+            impl = kernel_impl(attn.impl)
             return RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, impl)
 
         self.attn_norm = norm()
         self.attn = attn
         self.mlp_norm = norm()
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, dtype, impl)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, dtype, attn.impl)
 
     def __call__(
         self,
@@ -68,6 +67,7 @@ class CausalLM(nnx.Module):
             return Vocabulary(sizes.num_vocab_rows, config.hidden_size, dtype)
 
         self.config = config
+        self.attention_impl = impl
         self.impl = kernel_impl(impl)
         self.embed = vocabulary()
         self.layers = nnx.List([layer(index) for index in range(config.num_layers)])
@@ -108,7 +108,7 @@ class CausalLM(nnx.Module):
     def logits(self, hidden: Float[Array, "n D"]) -> Float32[Array, "n V"]:
         """The scores of the whole vocabulary, on every shard."""
         rows = self.embed if self.head is None else self.head
-        return rows.logits(hidden, self.config.vocab_size, self.norm.impl)
+        return rows.logits(hidden, self.config.vocab_size, self.attention_impl)
 
 
 @partial(jax.jit, static_argnums=0)

@@ -12,13 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
-from jaxserve.model.attention import (
-    AttentionBatch,
-    AttentionImpl,
-    KernelImpl,
-    attend,
-    kernel_impl,
-)
+from jaxserve.model.attention import AttentionBatch, AttentionImpl, KernelImpl, attend
 from jaxserve.model.config import ModelConfig
 from jaxserve.model.rope import RopeAngles
 from jaxserve.model.sizes import GlobalSizes
@@ -30,7 +24,7 @@ from sharding import all_gather, all_reduce, num_shards, shard_index
 def linear(
     x: Float[Array, "T in_size"],
     weight: Float[Array, "*out in_size"],
-    impl: KernelImpl,
+    impl: AttentionImpl,
     out_dtype: jnp.dtype | None = None,
 ) -> Float[Array, "T *out"]:
     """x @ weight.T, in x's dtype unless told.
@@ -81,11 +75,15 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(shape[:-1], dtype)) if bias else None
 
     def into_residual(
-        self, inner: Float[Array, "T inner"], residual: Residual, norm: RMSNorm
+        self,
+        inner: Float[Array, "T inner"],
+        residual: Residual,
+        norm: RMSNorm,
+        impl: AttentionImpl,
     ) -> Residual:
         """Add the whole output from this shard's inputs, and norm the sum for the next layer; the
         bias is added once."""
-        weight, impl = self.weight[...], norm.impl
+        weight = self.weight[...]
         if num_shards() == 1 and self.bias is None:
             return Residual(
                 *kernels.linear_add_rms_norm(
@@ -129,7 +127,7 @@ class Vocabulary(nnx.Module):
         return all_reduce(jnp.where(held[:, None], found, 0))
 
     def logits(
-        self, hidden: Float[Array, "n D"], vocab_size: int, impl: KernelImpl
+        self, hidden: Float[Array, "n D"], vocab_size: int, impl: AttentionImpl
     ) -> Float32[Array, "n V"]:
         """Each token's score, without the rows that fill up the last shard."""
         scores = linear(hidden, self.weight[...], impl, jnp.dtype(jnp.float32))
@@ -195,7 +193,7 @@ class Attention(nnx.Module):
             batch.kv_slots,
             residual.arrived,
             eps=self.norm_eps,
-            impl=kernel_impl(self.impl),
+            impl=self.impl,
         )
         attended = attend(
             q,
@@ -207,14 +205,15 @@ class Attention(nnx.Module):
             impl=self.impl,
         )
         residual = residual._replace(arrived=arrived)
-        return self.o.into_residual(attended.reshape(len(q), -1), residual, next_norm), kv_cache
+        attended = attended.reshape(len(q), -1)
+        return self.o.into_residual(attended, residual, next_norm, self.impl), kv_cache
 
 
 class GatedMLP(nnx.Module):
     """down(silu(gate(x)) * up(x)), gate and up in one matrix (SwiGLU, arXiv:2002.05202)."""
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, dtype: jnp.dtype, impl: KernelImpl
+        self, hidden_size: int, intermediate_size: int, dtype: jnp.dtype, impl: AttentionImpl
     ) -> None:
         self.gate_up = Linear((2, intermediate_size, hidden_size), dtype)
         self.down = Linear((hidden_size, intermediate_size), dtype)
@@ -223,4 +222,4 @@ class GatedMLP(nnx.Module):
     def __call__(self, residual: Residual, next_norm: RMSNorm) -> Residual:
         gate_up = self.gate_up.weight[...].reshape(-1, residual.normed.shape[-1])
         gated = kernels.linear(residual.normed, gate_up, gated=True, impl=self.impl)
-        return self.down.into_residual(gated, residual, next_norm)
+        return self.down.into_residual(gated, residual, next_norm, self.impl)

@@ -12,7 +12,7 @@ from pallas_kernels.add_rms_norm import add_rms_norm
 from pallas_kernels.linear import reference, tuning
 from pallas_kernels.rope_and_write_kv import rope_and_write_kv
 
-Impl = Literal["reference", "triton"]
+Impl = Literal["reference", "triton", "mosaic"]
 
 
 def linear(
@@ -29,8 +29,9 @@ def linear(
     silu(gate) * up (SwiGLU, arXiv:2002.05202), and P is O // 2. `impl`: "reference" is plain JAX,
     which leaves the product to XLA; "triton" reads the weight at the memory's speed where there
     are few tokens, on an NVIDIA GPU, and does as "reference" where `tuning.json` knows that to be
-    faster. For many tokens that is everywhere, but in the shapes and on the GPUs that the file
-    gives to Mosaic GPU. Raises ValueError for another `impl`.
+    faster, and where there are many; "mosaic" does as "triton", but with many tokens takes Mosaic
+    GPU in the shapes and on the GPUs where the file has it faster. Raises ValueError for another
+    `impl`.
     """
     out_dtype = jnp.dtype(out_dtype or x.dtype)
     tiling = _tiling(x, weight, "gated" if gated else "plain", impl)
@@ -67,14 +68,14 @@ def linear_add_rms_norm(
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"], Int32[Array, "C"]]:
     """`add_rms_norm` of the residual and `linear_parts`; and `arrived`.
 
-    With "triton" that is one kernel for few tokens, where `tuning.json` has a cut for it: the last
+    On a GPU that is one kernel for few tokens, where `tuning.json` has a cut for it: the last
     of its programs norms. They count in `arrived`, at least D zeros before and after. A call's are
     for the next one: used once, they are updated in place.
     """
     tiling = _tiling(x, weight, "normed", impl)
     if tiling is None:
         parts = linear_parts(x, weight, impl=impl)
-        return *add_rms_norm(residual, parts, norm_weight, eps=eps, impl=impl), arrived
+        return *add_rms_norm(residual, parts, norm_weight, eps=eps, impl=_beside(impl)), arrived
     from pallas_kernels.linear import triton_add_rms_norm
 
     return triton_add_rms_norm.linear_add_rms_norm(
@@ -101,7 +102,7 @@ def linear_rope_and_write_kv(
 ]:
     """`rope_and_write_kv` of `linear_parts`; and `arrived`.
 
-    With "triton" that is one kernel for few tokens, if its tiles divide a kv head's rows: the last
+    On a GPU that is one kernel for few tokens, if its tiles divide a kv head's rows: the last
     of its programs on those turns and writes. They count in `arrived`, at least K zeros; see
     `linear_add_rms_norm`.
     """
@@ -112,7 +113,7 @@ def linear_rope_and_write_kv(
     if tiling is None or head_rows % tiling.tile_out:
         parts = linear_parts(x, matrix, impl=impl)
         qkv = parts.reshape(len(parts), len(x), *weight.shape[:-1])
-        return *rope_and_write_kv(qkv, *others, eps=eps, impl=impl), arrived
+        return *rope_and_write_kv(qkv, *others, eps=eps, impl=_beside(impl)), arrived
     from pallas_kernels.linear import triton_rope_and_write_kv
 
     return triton_rope_and_write_kv.linear_rope_and_write_kv(
@@ -131,14 +132,22 @@ def _kernel(tiling: tuning.Tiling | tuning.MosaicTiling) -> Callable[..., jax.Ar
     return triton_kernel.linear
 
 
+def _beside(impl: Impl) -> Literal["reference", "triton"]:
+    """What goes with such a product."""
+    return "reference" if impl == "reference" else "triton"
+
+
 def _tiling(
     x: jax.Array, weight: jax.Array, kind: tuning.Kind, impl: Impl
 ) -> tuning.Tiling | tuning.MosaicTiling | None:
     """None: the product is XLA's."""
     if impl == "reference":
         return None
-    if impl != "triton":
-        raise ValueError(f"impl={impl!r} is unknown: choose 'reference' or 'triton'")
+    if impl not in ("triton", "mosaic"):
+        raise ValueError(f"impl={impl!r} is unknown: choose 'reference', 'triton' or 'mosaic'")
     # Of the GPUs that this process sees; none has the attribute where Triton is interpreted.
     capability = getattr(jax.devices()[0], "compute_capability", "none")
-    return tuning.choose(capability, tuning.Shape(kind, len(x), *weight.shape, str(x.dtype)))
+    shape = tuning.Shape(kind, len(x), *weight.shape, str(x.dtype))
+    if impl == "triton" and shape.num_tokens > tuning.MAX_TOKENS:
+        return None
+    return tuning.choose(capability, shape)

@@ -69,7 +69,7 @@ def context_pieces(
         cut.few_shares,
         jnp.maximum(lax.div(num_contexts * cut.shares_per_4_rows, 4), 1),
     )
-    share = jnp.maximum(lax.div(jnp.sum(steps) + (num_shares - 1), num_shares), cut.min_steps)
+    share = jnp.maximum(lax.div(jnp.sum(steps) + (num_shares - 1), num_shares), 1)
     num_pieces = jnp.maximum(lax.div(steps + (share - 1), share), used)
 
     # Not a sort, nor searchsorted, which is a loop on GPU.

@@ -19,7 +19,6 @@ _KV_TILE_BYTES = 16 * 1024
 _FULL_PROGRAMS = 128
 _CUT_PROGRAMS = 256
 _SHARES_PER_4_ROWS = 3
-_MIN_STEPS = 1
 MOSAIC_HEAD_DIMS = (64, 128)
 
 
@@ -53,8 +52,6 @@ class ContextCut:
     """The shares of fewer rows."""
     shares_per_4_rows: int = _SHARES_PER_4_ROWS
     """With 4 or more, even contexts of one length are cut."""
-    min_steps: int = _MIN_STEPS
-    """A share is at least so many steps of `tile_k`."""
 
     def max_shares(self, max_rows: int) -> int:
         """The most shares that up to `max_rows` rows have."""

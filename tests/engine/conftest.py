@@ -5,9 +5,13 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
 from jaxserve import LLM
+from jaxserve.engine.state import StateSizes
+from jaxserve.model.definition import ModelDefinition
+from jaxserve.model.loader import read_config
 
 VOCAB_SIZE = 256
 TINY_CONFIG = {
@@ -47,6 +51,22 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     (folder / "config.json").write_text(json.dumps(TINY_CONFIG))
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_definition(tiny_folder: Path) -> ModelDefinition:
+    return ModelDefinition.create(
+        read_config(tiny_folder),
+        tensor_parallel_size=1,
+        dtype=jnp.dtype("float32"),
+        attention_impl="reference",
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_sizes() -> StateSizes:
+    """Of a state of the tiny model."""
+    return StateSizes(4, 8, max_num_seqs=2, max_num_batched_tokens=4, max_num_steps=3)
 
 
 @pytest.fixture(scope="session")

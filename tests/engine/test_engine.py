@@ -235,17 +235,18 @@ def test_an_interrupted_call_leaves_the_engine_usable(llm, prompts, solo, monkey
     assert is_idle(llm)
 
 
-@pytest.mark.parametrize("moment", ["build", "launched"])
+@pytest.mark.parametrize("moment", ["build", "received", "launched"])
 def test_a_step_that_was_cut_off_leaves_the_engine_usable(llm, prompts, solo, monkeypatch, moment):
-    """Whether the device got the step or not, later calls answer as ever."""
-    engine = llm.engine
-    builder, programs = engine._builder, engine._parts.programs
-    calls = iter(range(100))
+    """Whatever the device got of the step, later calls answer as ever. Arrays that it took part of
+    are all given back, before there are new ones."""
+    builder, parts = llm.engine._builder, llm.engine._parts
+    calls, left = iter(range(100)), []
 
     def interrupted(call):
         def run(*args):
-            result = call(*args) if moment == "launched" else None
+            result = None if moment == "build" else call(*args)
             if next(calls) == 5:
+                left.extend(jax.tree.leaves((parts.state, *parts.inputs.values())))
                 raise KeyboardInterrupt
             return call(*args) if result is None else result
 
@@ -254,10 +255,13 @@ def test_a_step_that_was_cut_off_leaves_the_engine_usable(llm, prompts, solo, mo
     if moment == "build":
         monkeypatch.setattr(builder, "build", interrupted(builder.build))
     else:
-        steps = {bucket: interrupted(step) for bucket, step in programs.steps.items()}
-        monkeypatch.setattr(engine._parts, "programs", dataclasses.replace(programs, steps=steps))
+        name = {"received": "receive", "launched": "steps"}[moment]
+        by_bucket = getattr(parts.programs, name)
+        cut = {name: {bucket: interrupted(program) for bucket, program in by_bucket.items()}}
+        monkeypatch.setattr(parts, "programs", dataclasses.replace(parts.programs, **cut))
     with pytest.raises(KeyboardInterrupt):
         llm.generate(prompts[:8], GREEDY, use_tqdm=False)
+    assert all(array.is_deleted() for array in left) == (moment != "build")
     monkeypatch.undo()
     assert tokens(llm.generate(prompts, GREEDY, use_tqdm=False)) == solo
     assert is_idle(llm)

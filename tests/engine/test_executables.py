@@ -1,9 +1,11 @@
 """Executables on disk: found again, told apart, and made anew where the file is no good."""
 
+import dataclasses
 import random
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,10 @@ import numpy as np
 import pytest
 
 from jaxserve.engine import executables
+from jaxserve.engine.buckets import Bucket
 from jaxserve.engine.executables import ExecutableCache
+from jaxserve.engine.forward_batch import BatchLayout
+from jaxserve.engine.programs import compile_programs
 from sharding import make_mesh
 
 
@@ -44,6 +49,29 @@ def test_found_again_by_what_it_depends_on(tmp_path, compile_double):
     assert doubles(cache.load_or_compile(compile_double, "step", 9))
     assert compile_double.count == 4
     assert len(list((tmp_path / "new").iterdir())) == 4
+
+
+def test_names_hold_what_a_program_depends_on(tiny_definition, tiny_sizes):
+    bucket = Bucket(1, 1)
+    layouts = {bucket: BatchLayout(bucket, max_blocks=2, block_size=8)}
+
+    def names(**sizes):
+        made = {"step": [], "logprobs": []}
+
+        def remember(compile_program, kind, *name):
+            made[kind].append(repr(name))
+            return SimpleNamespace(memory_analysis=lambda: SimpleNamespace(temp_size_in_bytes=0))
+
+        cache = SimpleNamespace(load_or_compile=remember)
+        sizes = dataclasses.replace(tiny_sizes, **sizes)
+        compile_programs(tiny_definition, make_mesh(1), layouts, sizes, 5, cache)
+        return {kind: set(of_kind) for kind, of_kind in made.items()}
+
+    usual = names()
+    for field in ("num_blocks", "max_num_seqs", "max_num_batched_tokens"):
+        others = names(**{field: 5})
+        assert not others["step"] & usual["step"]
+        assert (others["logprobs"] == usual["logprobs"]) == (field == "num_blocks")
 
 
 def test_a_damaged_file_is_made_anew(tmp_path, compile_double, caplog):

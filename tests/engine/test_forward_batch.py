@@ -132,7 +132,7 @@ def test_readmission_starts_a_new_table():
 
 
 def test_buckets_have_no_gaps():
-    for max_num_seqs, budget in ((1, 1), (8, 32), (48, 256), (300, 2000)):
+    for max_num_seqs, budget in ((1, 1), (8, 32), (48, 256), (300, 2000), (256, 4096)):
         buckets = make_buckets(max_num_seqs, budget)
         assert len(buckets) <= 2 * budget.bit_length()
         for num_tokens in range(1, budget + 1):
@@ -140,7 +140,8 @@ def test_buckets_have_no_gaps():
             assert bucket.num_tokens >= num_tokens
             assert bucket.num_rows >= min(num_tokens, max_num_seqs)
             if num_tokens > 256:  # arithmetic takes its time
-                assert bucket.num_tokens <= 1.5 * num_tokens
+                most = 1.25 if 512 < num_tokens <= 2048 else 1.5
+                assert bucket.num_tokens <= most * num_tokens
             if num_tokens <= max_num_seqs:  # they may all decode: several steps in one dispatch
                 assert bucket.num_rows == bucket.num_tokens
 

@@ -34,7 +34,7 @@ CONFIG = ModelConfig.from_hf(
     }
 )
 LAYOUT = BatchLayout(Bucket(32, 32), max_blocks=64, block_size=16)
-SIZES = StateSizes(1000, 16, max_num_seqs=64, max_num_tokens=32, max_num_steps=4)
+SIZES = StateSizes(1000, 16, max_num_seqs=64, max_num_batched_tokens=32, max_num_steps=4)
 FEW = BatchLayout(Bucket(4, 4), max_blocks=64, block_size=16)
 MOST_PER_LAYER_OF_FEW = 5
 """Four matrix products, three of them with what follows, and attention."""

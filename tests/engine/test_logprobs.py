@@ -3,6 +3,7 @@
 import pytest
 
 from jaxserve import SamplingParams
+from jaxserve.engine.logprobs import LOGPROBS_TILES
 
 
 def test_logprobs_are_the_raw_distribution(llm, prompts):
@@ -32,7 +33,9 @@ def test_fault_12_prompt_logprobs_whatever_chunks_and_cache(make_llm, prompts):
         outputs = llm.generate(chosen, params, use_tqdm=False)
         return [[{} if c is None else c for c in o.prompt_logprobs] for o in outputs]
 
-    whole = measure(make_llm(max_num_batched_tokens=64, enable_prefix_caching=False))
+    # More positions in a step than one tile holds.
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": max(LOGPROBS_TILES) + 6}
+    whole = measure(make_llm(**sizes, enable_prefix_caching=False))
     chunked = make_llm()
     for measured in (measure(chunked), measure(chunked)):
         for ours, theirs in zip(measured, whole, strict=True):

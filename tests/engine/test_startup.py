@@ -8,6 +8,9 @@ import jax
 import pytest
 
 from jaxserve import LLM, SamplingParams
+from jaxserve.engine.startup import scheduler_steps
+from jaxserve.engine.state import bytes_beside_kv_cache, new_state
+from sharding import make_mesh
 
 SCRIPT = """
 import json, sys
@@ -63,6 +66,17 @@ def test_fault_3_not_enough_memory_names_the_bytes(tiny_folder, block_bytes):
     assert f"{65 * block_bytes:,} bytes" in message
     assert f"{8 * block_bytes:,}" in message
     assert "max_model_len=56 would fit" in message
+
+
+def test_bytes_beside_the_kv_cache(tiny_definition, tiny_sizes):
+    state = new_state(tiny_definition, make_mesh(1), tiny_sizes)
+    others = jax.tree.leaves(state._replace(kv_caches=()))
+    expected = sum(array.nbytes for array in others)
+    assert bytes_beside_kv_cache(tiny_definition, tiny_sizes) == expected
+
+
+def test_larger_models_take_fewer_steps_in_a_dispatch():
+    assert [scheduler_steps(num * 10**9) for num in (1, 16, 140)] == [8, 4, 1]
 
 
 def test_too_long_for_the_model(tiny_folder):

@@ -112,5 +112,5 @@ def test_two_kernels_where_one_cannot(by_triton, monkeypatch, num_tokens, tile_o
 
 def test_unknown_implementations_are_refused():
     arguments = make_arguments(1, SHAPES[0])
-    with pytest.raises(ValueError, match="impl='cuda' is unknown: choose 'reference' or 'triton'"):
+    with pytest.raises(ValueError, match="impl='cuda' is unknown: choose 'reference', 'triton'"):
         linear_rope_and_write_kv(*arguments, zeros(), eps=EPS, impl="cuda")

@@ -114,8 +114,11 @@ def test_linear_takes_it_where_chosen(interpreted, monkeypatch, gated, out_dtype
     tiling = MosaicTiling(128, 64, 4)
     monkeypatch.setattr(tuning, "choose", lambda *_: tiling)
     x, weight = arguments(136, 128, 64)
-    found = linear(x, weight, gated=gated, out_dtype=out_dtype, impl="triton")
+    found = linear(x, weight, gated=gated, out_dtype=out_dtype, impl="mosaic")
     check(found, x, weight, gated=gated)
+    by_xla = linear(x, weight, gated=gated, out_dtype=out_dtype, impl="triton")
+    by_reference = linear(x, weight, gated=gated, out_dtype=out_dtype, impl="reference")
+    np.testing.assert_array_equal(by_xla, by_reference)
     options = {"gated": gated, "out_dtype": jnp.dtype(out_dtype), "tiling": tiling}
     np.testing.assert_array_equal(found, mosaic_kernel.linear(x, weight, **options)[0])
 
@@ -124,7 +127,7 @@ def test_linear_takes_it_where_chosen(interpreted, monkeypatch, gated, out_dtype
 def test_linear_parts_takes_it_where_chosen(interpreted, monkeypatch, splits, dtype):
     monkeypatch.setattr(tuning, "choose", lambda *_: MosaicTiling(128, 64, 4, splits=splits))
     x, weight = arguments(136, 128, 128)
-    parts = linear_parts(x, weight, impl="triton")
+    parts = linear_parts(x, weight, impl="mosaic")
     assert parts.shape == (splits, 136, 128)
     assert parts.dtype == dtype
     check(parts.sum(0), x, weight, gated=False)
@@ -171,7 +174,7 @@ def test_on_hopper(hopper, kind, tiling, sizes):
 @pytest.mark.parametrize("num_tokens", [128, 8192])
 def test_the_model_gets_it_on_hopper(hopper, num_tokens):
     x, weight = arguments(num_tokens, 28672, 4096)
-    product = jax.jit(lambda *arrays: linear(*arrays, gated=True, impl="triton"))
+    product = jax.jit(lambda *arrays: linear(*arrays, gated=True, impl="mosaic"))
     assert "mosaic_linear" in product.lower(x, weight).as_text()
     check(product(x, weight), x, weight, gated=True)
 

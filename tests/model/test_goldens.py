@@ -249,14 +249,14 @@ def test_sees_positions_off_by_one() -> None:
         check_golden("llama", load("llama"), decode_position_offset=1)
 
 
-def without_reduction(self, inner, residual, norm) -> layers.Residual:
-    total = layers.linear(inner, self.weight[...], norm.impl)
+def without_reduction(self, inner, residual, norm, impl) -> layers.Residual:
+    total = layers.linear(inner, self.weight[...], impl)
     delta = total if self.bias is None else total + self.bias[...]
     return layers.Residual(*norm.after_adding(residual.x, delta[None]), residual.arrived)
 
 
-def with_bias_on_every_shard(self, inner, residual, norm) -> layers.Residual:
-    total = layers.linear(inner, self.weight[...], norm.impl)
+def with_bias_on_every_shard(self, inner, residual, norm, impl) -> layers.Residual:
+    total = layers.linear(inner, self.weight[...], impl)
     delta = layers.all_reduce(total if self.bias is None else total + self.bias[...])
     return layers.Residual(*norm.after_adding(residual.x, delta[None]), residual.arrived)
 
