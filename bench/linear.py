@@ -3,6 +3,8 @@
     PYTHONPATH=. python bench/linear.py --output bench/results/linear_h200.json
     PYTHONPATH=. python bench/linear.py --tokens 128 256 512 1024 2048 8192 \\
         --output bench/results/linear_many_h200.json
+    PYTHONPATH=. python bench/linear.py --kinds normed --tokens 1 4 \\
+        --output bench/results/linear_normed_h200.json
     PYTHONPATH=. python bench/linear.py --tune --output ...
 
 Ours is Triton's, and for more than `tuning.MAX_TOKENS` tokens Mosaic GPU's, on Hopper.
@@ -10,7 +12,8 @@ Ours is Triton's, and for more than `tuning.MAX_TOKENS` tokens Mosaic GPU's, on 
 Each kernel is checked against plain JAX, then called with weights in turn that together exceed the
 L2 cache; times are the profiler's, medians of two passes. XLA's side is what the engine would run:
 cuBLAS's first choice, with XLA's own kernel for the gate after it; the gap between two kernels of a
-graph is counted with it.
+graph is counted with it. Of kind "normed", a product with the residual sum and the norm after it,
+the other side is the two kernels that are run where it is not chosen.
 
 `--tune` first times candidates and writes the fastest to `pallas_kernels/linear/tuning.json`, which
 the kernels read; it keeps what other GPUs measured there, and the entries of the kinds and tokens
@@ -36,7 +39,15 @@ from jaxserve.bench.environment import describe
 from jaxserve.bench.profile import trace
 from jaxserve.bench.timing import FLAG_OVER, spread_of
 from jaxserve.engine.programs import GPU_OPTIONS
-from pallas_kernels.linear import mosaic_kernel, reference, triton_kernel, tuning
+from pallas_kernels.add_rms_norm import add_rms_norm
+from pallas_kernels.linear import (
+    linear_parts,
+    mosaic_kernel,
+    reference,
+    triton_add_rms_norm,
+    triton_kernel,
+    tuning,
+)
 
 WARM_UP_S = 0.3
 ROTATED_BYTES = 200e6
@@ -46,6 +57,7 @@ THREADS = 16
 TOKENS = (1, 32, 64)
 TIE = 0.98
 """Of XLA's time: nearer than this to it, the product is XLA's, which compiles in less time."""
+EPS = 1e-6
 HEAD_TOKENS = 512
 """At most for the head: a step has a row for each request."""
 
@@ -61,6 +73,10 @@ PRODUCTS = [
     Product("8B gate and up", 28672, 4096, kind="gated"),
     Product("8B down", 4096, 14336, kind="parts"),
     Product("8B head", 128256, 4096),
+    Product("0.5B o and norm", 896, 896, kind="normed"),
+    Product("0.5B down and norm", 896, 4864, kind="normed"),
+    Product("8B o and norm", 4096, 4096, kind="normed"),
+    Product("8B down and norm", 4096, 14336, kind="normed"),
 ]
 
 
@@ -98,6 +114,14 @@ class Case:
             call = jax.jit(functools.partial(linear, **options))
             return call.lower(*operands).compile(GPU_OPTIONS)
 
+        def compiled_normed(cut: tuning.Tiling | None = None) -> jax.stages.Compiled:
+            call = jax.jit(functools.partial(linear_and_norm, tiling=cut))
+            return call.lower(*operands).compile(GPU_OPTIONS)
+
+        if product.kind == "normed":
+            self.by_xla = pool.submit(compiled_normed)
+            self.by_cut = [pool.submit(compiled_normed, cut) for cut in cuts]
+            return
         self.by_xla = pool.submit(compiled, reference.linear)
         self.by_cut = [pool.submit(compiled, kernel.linear, cut.splits, tiling=cut) for cut in cuts]
 
@@ -136,7 +160,12 @@ class Case:
         begin = time.monotonic()
         while time.monotonic() - begin < WARM_UP_S:
             jax.block_until_ready(run())
-        durations = [event.duration_ns / 1e9 for event in trace(lambda: (run(), run()))]
+        # But for the zeros to count with, which a step makes once.
+        durations = [
+            event.duration_ns / 1e9
+            for event in trace(lambda: (run(), run()))
+            if "broadcast" not in event.name
+        ]
         times = [[] for _ in (*calls, self.by_xla)]
         half = len(durations) // 2
         for passed in (durations[:half], durations[half:]):
@@ -148,6 +177,19 @@ class Case:
                 sums = [sum(mine[k * per_call : (k + 1) * per_call]) for k in range(num_calls)]
                 taken.append(statistics.median(sums) + per_call * GAP_S)
         return times
+
+
+def linear_and_norm(x: jax.Array, weight: jax.Array, *, tiling: tuning.Tiling | None) -> jax.Array:
+    """The norm by one kernel; without a tiling by those that the engine runs then."""
+    residual = jnp.ones((len(x), len(weight)), x.dtype)
+    norm_weight = jnp.ones((len(weight),), x.dtype)
+    if tiling is None:
+        parts = linear_parts(x, weight, impl="triton")
+        return add_rms_norm(residual, parts, norm_weight, eps=EPS, impl="triton")[1]
+    counters = jnp.zeros((len(weight),), jnp.int32)
+    return triton_add_rms_norm.linear_add_rms_norm(
+        x, weight, residual, norm_weight, counters, eps=EPS, tiling=tiling
+    )[1]
 
 
 @jax.jit
@@ -173,24 +215,21 @@ def tuned(
     cut: tuning.Tiling | tuning.MosaicTiling | None,
 ) -> dict:
     """An entry of `tuning.json`."""
-    shape = product.shape(num_tokens)
-    tokens = (
-        {"min_tokens": num_tokens}
-        if num_tokens > tuning.MAX_TOKENS
-        else {"tile_tokens": shape.tile_tokens}
-    )
     return {
         "compute_capability": capability,
         "kind": product.kind,
-        **tokens,
+        **entry_tokens(num_tokens),
         "out_size": product.out_size,
         "in_size": product.in_size,
         "tiling": cut and dataclasses.asdict(cut),
     }
 
 
-def tokens_of(entry: dict) -> int:
-    return entry["min_tokens"] if "min_tokens" in entry else entry["tile_tokens"]
+def entry_tokens(num_tokens: int) -> dict[str, int]:
+    """As an entry of `tuning.json` has it."""
+    if num_tokens > tuning.MAX_TOKENS:
+        return {"min_tokens": num_tokens}
+    return {"tile_tokens": PRODUCTS[0].shape(num_tokens).tile_tokens}
 
 
 def main() -> None:
@@ -214,7 +253,7 @@ def main() -> None:
         for entry in json.loads(path.read_text())["entries"]
         if entry["compute_capability"] != capability
         or entry["kind"] not in args.kinds
-        or tokens_of(entry) not in args.tokens
+        or not any(entry_tokens(number).items() <= entry.items() for number in args.tokens)
     ]
     result = describe(threads=1) | {
         "benchmark": "linear",

@@ -20,6 +20,11 @@ PARTS_CUTS = [
     tuning.Tiling(32, 256, 4, 3),
     tuning.Tiling(64, 128, 4, 3),
 ]
+NORMED_CUTS = [
+    tuning.Tiling(16, 256, 4, 4), tuning.Tiling(16, 256, 4, 6), tuning.Tiling(16, 512, 4, 4),
+    tuning.Tiling(32, 128, 4, 4), tuning.Tiling(32, 256, 4, 3), tuning.Tiling(32, 256, 4, 6),
+    tuning.Tiling(32, 256, 8, 6), tuning.Tiling(64, 128, 4, 3), tuning.Tiling(64, 128, 8, 6),
+]  # fmt: skip
 SPLITS = (1, 2, 4, 8)
 MOSAIC_SPLITS = (1, 2, 4)
 MOSAIC_CUTS = 4
@@ -65,14 +70,23 @@ def candidates(
     """All that may be the fastest, of the kernel that is for so many tokens."""
     if num_tokens > tuning.MAX_TOKENS:
         return _mosaic_candidates(product, num_tokens)
-    if product.kind != "parts":
+    if product.kind not in ("parts", "normed"):
         return CUTS
-    return [dataclasses.replace(cut, splits=splits) for cut in PARTS_CUTS for splits in SPLITS]
+    known = NORMED_CUTS if product.kind == "normed" else PARTS_CUTS
+    cuts = [dataclasses.replace(cut, splits=splits) for cut in known for splits in SPLITS]
+    if product.kind == "parts":
+        return cuts
+    programs = [math.ceil(product.out_size / cut.tile_out) * cut.splits for cut in cuts]
+    return [
+        cut
+        for cut, count in zip(cuts, programs, strict=True)
+        if MULTIPROCESSORS // 3 < count <= 2 * MULTIPROCESSORS
+    ]
 
 
 def parts_s(product: Product, num_tokens: int, splits: int) -> float:
     """Seconds that the next kernel reads longer, or so, than if there were one part."""
-    extra_bytes = 4 * splits - 2 if splits > 1 else 0
+    extra_bytes = 4 * splits - 2 if splits > 1 and product.kind == "parts" else 0
     return num_tokens * product.out_size * extra_bytes / READ_BYTES_PER_S
 
 

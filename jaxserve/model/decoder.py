@@ -5,11 +5,19 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.model.attention import AttentionBatch, AttentionImpl, kernel_impl
 from jaxserve.model.config import ModelConfig
-from jaxserve.model.layers import Attention, AttentionOptions, GatedMLP, RMSNorm, Vocabulary
+from jaxserve.model.layers import (
+    Attention,
+    AttentionOptions,
+    GatedMLP,
+    Residual,
+    RMSNorm,
+    Vocabulary,
+)
 from jaxserve.model.rope import RopeAngles, rope_angles
 from jaxserve.model.sizes import GlobalSizes
 
@@ -29,18 +37,16 @@ class DecoderLayer(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "T D"],
-        delta: Float[Array, "parts T D"],
+        residual: Residual,
         angles: RopeAngles,
         kv_cache: Float[Array, "P K 2 S H"],
         batch: AttentionBatch,
-    ) -> tuple[Float[Array, "T D"], Float[Array, "parts T D"], Float[Array, "P K 2 S H"]]:
-        """The residual stream is x and delta's parts, added up, on the way in and out: each sum is
-        left to the norm that reads it."""
-        x, normed = self.attn_norm.after_adding(x, delta)
-        attended, kv_cache = self.attn(normed, angles, kv_cache, batch)
-        x, normed = self.mlp_norm.after_adding(x, attended)
-        return x, self.mlp(normed), kv_cache
+        next_norm: RMSNorm,
+    ) -> tuple[Residual, Float[Array, "P K 2 S H"]]:
+        """The residual comes normed by `attn_norm` and leaves normed by `next_norm`, so that each
+        norm can be part of the product that adds to the residual before it."""
+        residual, kv_cache = self.attn(residual, angles, kv_cache, batch, self.mlp_norm)
+        return self.mlp(residual, next_norm), kv_cache
 
 
 class CausalLM(nnx.Module):
@@ -88,14 +94,16 @@ class CausalLM(nnx.Module):
         angles = rope_angles(
             batch.positions, config.head_dim, config.rope_theta, config.rope_scaling
         )
-        x = self.embed.embed(token_ids)
-        delta = jnp.zeros_like(x)[None]
+        norms = [*(layer.attn_norm for layer in self.layers), self.norm]
+        residual = Residual.begin(self.embed.embed(token_ids), norms[0])
         written = []
-        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-            x, delta, kv_cache = _run_layer(*nnx.split(layer), x, delta, angles, kv_cache, batch)
+        for layer, kv_cache, next_norm in zip(self.layers, kv_caches, norms[1:], strict=True):
+            graph, state = nnx.split((layer, next_norm))
+            residual, kv_cache = _run_layer(graph, state, residual, angles, kv_cache, batch)
             written.append(kv_cache)
-        _, normed = self.norm.after_adding(x, delta)
-        return normed, tuple(written)
+        # Without the barrier XLA may run the last product twice, once for each place that its
+        # result goes to.
+        return lax.optimization_barrier(residual.normed), tuple(written)
 
     def logits(self, hidden: Float[Array, "n D"]) -> Float32[Array, "n V"]:
         """The scores of the whole vocabulary, on every shard."""
@@ -105,12 +113,12 @@ class CausalLM(nnx.Module):
 
 @partial(jax.jit, static_argnums=0)
 def _run_layer(
-    graph: nnx.GraphDef[DecoderLayer],
+    graph: nnx.GraphDef[tuple[DecoderLayer, RMSNorm]],
     state: nnx.State,
-    x: Float[Array, "T D"],
-    delta: Float[Array, "parts T D"],
+    residual: Residual,
     angles: RopeAngles,
     kv_cache: Float[Array, "P K 2 S H"],
     batch: AttentionBatch,
-) -> tuple[Float[Array, "T D"], Float[Array, "parts T D"], Float[Array, "P K 2 S H"]]:
-    return nnx.merge(graph, state)(x, delta, angles, kv_cache, batch)
+) -> tuple[Residual, Float[Array, "P K 2 S H"]]:
+    layer, next_norm = nnx.merge(graph, state)
+    return layer(residual, angles, kv_cache, batch, next_norm)

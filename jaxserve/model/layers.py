@@ -6,24 +6,18 @@ Parameters and activations are in the compute dtype; norms' statistics and logit
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
-from jaxserve.model.attention import (
-    AttentionBatch,
-    AttentionImpl,
-    KernelImpl,
-    attend,
-    kernel_impl,
-)
+from jaxserve.model.attention import AttentionBatch, AttentionImpl, KernelImpl, attend
 from jaxserve.model.config import ModelConfig
 from jaxserve.model.rope import RopeAngles
 from jaxserve.model.sizes import GlobalSizes
 from pallas_kernels import linear as kernels
 from pallas_kernels.add_rms_norm import add_rms_norm
-from pallas_kernels.rope_and_write_kv import rope_and_write_kv
 from sharding import all_gather, all_reduce, num_shards, shard_index
 
 
@@ -43,26 +37,6 @@ def linear(
     return product.reshape(len(x), *weight.shape[:-1])
 
 
-class Linear(nnx.Module):
-    """A weight [*out, in], split by output or by input, with a bias [*out] or none."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: jnp.dtype, *, bias: bool = False) -> None:
-        self.weight = nnx.Param(jnp.zeros(shape, dtype))
-        self.bias = nnx.Param(jnp.zeros(shape[:-1], dtype)) if bias else None
-
-    def split_by_input(
-        self, x: Float[Array, "T inner"], impl: AttentionImpl
-    ) -> Float[Array, "S T D"]:
-        """From this shard's inputs to the whole output, in parts that are yet to be added up; the
-        bias is added once."""
-        weight = self.weight[...]
-        if num_shards() > 1:
-            parts = all_reduce(linear(x, weight, impl))[None]
-        else:
-            parts = kernels.linear_parts(x, weight, impl=impl)
-        return parts if self.bias is None else parts.at[0].add(self.bias[...])
-
-
 class RMSNorm(nnx.Module):
     """Root mean square norm (arXiv:1910.07467) of what a layer before it adds to the residual."""
 
@@ -76,6 +50,59 @@ class RMSNorm(nnx.Module):
     ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
         """(x + the sum of delta's parts, the norm of that)."""
         return add_rms_norm(x, delta, self.weight[...], eps=self.eps, impl=self.impl)
+
+
+class Residual(NamedTuple):
+    """The residual stream, and what goes along with it from layer to layer."""
+
+    x: Float[Array, "T D"]
+    normed: Float[Array, "T D"]
+    """By the norm of the layer that reads it."""
+    arrived: Int32[Array, "D"]
+    """Zeros: see `linear_add_rms_norm`."""
+
+    @classmethod
+    def begin(cls, x: Float[Array, "T D"], norm: RMSNorm) -> "Residual":
+        x, normed = norm.after_adding(x, jnp.zeros_like(x)[None])
+        return cls(x, normed, jnp.zeros(x.shape[1:], jnp.int32))
+
+
+class Linear(nnx.Module):
+    """A weight [*out, in], split by output or by input, with a bias [*out] or none."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: jnp.dtype, *, bias: bool = False) -> None:
+        self.weight = nnx.Param(jnp.zeros(shape, dtype))
+        self.bias = nnx.Param(jnp.zeros(shape[:-1], dtype)) if bias else None
+
+    def into_residual(
+        self,
+        inner: Float[Array, "T inner"],
+        residual: Residual,
+        norm: RMSNorm,
+        impl: AttentionImpl,
+    ) -> Residual:
+        """Add the whole output from this shard's inputs, and norm the sum for the next layer; the
+        bias is added once."""
+        weight = self.weight[...]
+        if num_shards() == 1 and self.bias is None:
+            return Residual(
+                *kernels.linear_add_rms_norm(
+                    inner,
+                    weight,
+                    residual.x,
+                    norm.weight[...],
+                    residual.arrived,
+                    eps=norm.eps,
+                    impl=impl,
+                )
+            )
+        if num_shards() > 1:
+            parts = all_reduce(linear(inner, weight, impl))[None]
+        else:
+            parts = kernels.linear_parts(inner, weight, impl=impl)
+        if self.bias is not None:
+            parts = parts.at[0].add(self.bias[...])
+        return Residual(*norm.after_adding(residual.x, parts), residual.arrived)
 
 
 class HeadNorm(nnx.Module):
@@ -148,24 +175,25 @@ class Attention(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "T D"],
+        residual: Residual,
         angles: RopeAngles,
         kv_cache: Float[Array, "P K 2 S H"],
         batch: AttentionBatch,
-    ) -> tuple[Float[Array, "parts T D"], Float[Array, "P K 2 S H"]]:
+        next_norm: RMSNorm,
+    ) -> tuple[Residual, Float[Array, "P K 2 S H"]]:
         """N, K and the cache are this shard's."""
-        weight = self.qkv.weight[...]
-        parts = kernels.linear_parts(x, weight.reshape(-1, weight.shape[-1]), impl=self.impl)
-        q, kv_cache, counters = rope_and_write_kv(
-            parts.reshape(len(parts), len(x), *weight.shape[:-1]),
+        q, kv_cache, counters, arrived = kernels.linear_rope_and_write_kv(
+            residual.normed,
+            self.qkv.weight[...],
             None if self.qkv.bias is None else self.qkv.bias[...],
             None if self.q_norm is None else self.q_norm.weight[...],
             None if self.k_norm is None else self.k_norm.weight[...],
             *angles,
             kv_cache,
             batch.kv_slots,
+            residual.arrived,
             eps=self.norm_eps,
-            impl=kernel_impl(self.impl),
+            impl=self.impl,
         )
         attended = attend(
             q,
@@ -176,7 +204,9 @@ class Attention(nnx.Module):
             sliding_window=self.sliding_window,
             impl=self.impl,
         )
-        return self.o.split_by_input(attended.reshape(len(x), -1), self.impl), kv_cache
+        residual = residual._replace(arrived=arrived)
+        attended = attended.reshape(len(q), -1)
+        return self.o.into_residual(attended, residual, next_norm, self.impl), kv_cache
 
 
 class GatedMLP(nnx.Module):
@@ -189,7 +219,7 @@ class GatedMLP(nnx.Module):
         self.down = Linear((hidden_size, intermediate_size), dtype)
         self.impl = impl
 
-    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "parts T D"]:
-        gate_up = self.gate_up.weight[...].reshape(-1, x.shape[-1])
-        gated = kernels.linear(x, gate_up, gated=True, impl=self.impl)
-        return self.down.split_by_input(gated, self.impl)
+    def __call__(self, residual: Residual, next_norm: RMSNorm) -> Residual:
+        gate_up = self.gate_up.weight[...].reshape(-1, residual.normed.shape[-1])
+        gated = kernels.linear(residual.normed, gate_up, gated=True, impl=self.impl)
+        return self.down.into_residual(gated, residual, next_norm, self.impl)

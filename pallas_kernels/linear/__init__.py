@@ -1,3 +1,8 @@
-from pallas_kernels.linear.dispatch import linear, linear_parts
+from pallas_kernels.linear.dispatch import (
+    linear,
+    linear_add_rms_norm,
+    linear_parts,
+    linear_rope_and_write_kv,
+)
 
-__all__ = ["linear", "linear_parts"]
+__all__ = ["linear", "linear_add_rms_norm", "linear_parts", "linear_rope_and_write_kv"]

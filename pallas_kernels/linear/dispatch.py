@@ -1,13 +1,16 @@
 """The entry point of products with a weight."""
 
+import math
 from collections.abc import Callable
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32, Int32
 
+from pallas_kernels.add_rms_norm import add_rms_norm
 from pallas_kernels.linear import reference, tuning
+from pallas_kernels.rope_and_write_kv import rope_and_write_kv
 
 Impl = Literal["reference", "triton", "mosaic"]
 
@@ -53,6 +56,71 @@ def linear_parts(
     return _kernel(tiling)(x, weight, gated=False, out_dtype=out_dtype, tiling=tiling)
 
 
+def linear_add_rms_norm(
+    x: Float[Array, "T I"],
+    weight: Float[Array, "D I"],
+    residual: Float[Array, "T D"],
+    norm_weight: Float[Array, "D"],
+    arrived: Int32[Array, "C"],
+    *,
+    eps: float,
+    impl: Impl,
+) -> tuple[Float[Array, "T D"], Float[Array, "T D"], Int32[Array, "C"]]:
+    """`add_rms_norm` of the residual and `linear_parts`; and `arrived`.
+
+    On a GPU that is one kernel for few tokens, where `tuning.json` has a cut for it: the last
+    of its programs norms. They count in `arrived`, at least D zeros before and after. A call's are
+    for the next one: used once, they are updated in place.
+    """
+    tiling = _tiling(x, weight, "normed", impl)
+    if tiling is None:
+        parts = linear_parts(x, weight, impl=impl)
+        return *add_rms_norm(residual, parts, norm_weight, eps=eps, impl=_beside(impl)), arrived
+    from pallas_kernels.linear import triton_add_rms_norm
+
+    return triton_add_rms_norm.linear_add_rms_norm(
+        x, weight, residual, norm_weight, arrived, eps=eps, tiling=tiling
+    )
+
+
+def linear_rope_and_write_kv(
+    x: Float[Array, "T I"],
+    weight: Float[Array, "K G+2 H I"],
+    bias: Float[Array, "K G+2 H"] | None,
+    q_norm: Float[Array, "H"] | None,
+    k_norm: Float[Array, "H"] | None,
+    cos: Float32[Array, "T H//2"],
+    sin: Float32[Array, "T H//2"],
+    kv_cache: Float[Array, "P K 2 S H"],
+    kv_slots: Int32[Array, "T"],
+    arrived: Int32[Array, "C"],
+    *,
+    eps: float,
+    impl: Impl,
+) -> tuple[
+    Float[Array, "T K*G H"], Float[Array, "P K 2 S H"], Int32[Array, "T K"], Int32[Array, "C"]
+]:
+    """`rope_and_write_kv` of `linear_parts`; and `arrived`.
+
+    On a GPU that is one kernel for few tokens, if its tiles divide a kv head's rows: the last
+    of its programs on those turns and writes. They count in `arrived`, at least K zeros; see
+    `linear_add_rms_norm`.
+    """
+    matrix = weight.reshape(-1, weight.shape[-1])
+    others = (bias, q_norm, k_norm, cos, sin, kv_cache, kv_slots)
+    tiling = _tiling(x, matrix, "parts", impl) if len(x) <= tuning.MAX_FUSED_TOKENS else None
+    head_rows = math.prod(weight.shape[1:-1])
+    if tiling is None or head_rows % tiling.tile_out:
+        parts = linear_parts(x, matrix, impl=impl)
+        qkv = parts.reshape(len(parts), len(x), *weight.shape[:-1])
+        return *rope_and_write_kv(qkv, *others, eps=eps, impl=_beside(impl)), arrived
+    from pallas_kernels.linear import triton_rope_and_write_kv
+
+    return triton_rope_and_write_kv.linear_rope_and_write_kv(
+        x, weight, *others, arrived, eps=eps, tiling=tiling
+    )
+
+
 def _kernel(tiling: tuning.Tiling | tuning.MosaicTiling) -> Callable[..., jax.Array]:
     # Imported where needed, so that machines without a GPU need no triton.
     if isinstance(tiling, tuning.MosaicTiling):
@@ -62,6 +130,11 @@ def _kernel(tiling: tuning.Tiling | tuning.MosaicTiling) -> Callable[..., jax.Ar
     from pallas_kernels.linear import triton_kernel
 
     return triton_kernel.linear
+
+
+def _beside(impl: Impl) -> Literal["reference", "triton"]:
+    """What goes with such a product."""
+    return "reference" if impl == "reference" else "triton"
 
 
 def _tiling(

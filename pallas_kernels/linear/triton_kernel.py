@@ -30,12 +30,21 @@ def linear(
         O=out_size,
         I=in_size,
         GATED=gated,
-        SHARE=triton.cdiv(triton.cdiv(in_size, tiling.tile_in), tiling.splits) * tiling.tile_in,
-        TILE_T=max(triton.next_power_of_2(num_tokens), 16),
-        TILE_O=tiling.tile_out,
-        TILE_I=tiling.tile_in,
-        PRECISION="ieee" if x.dtype == jnp.float32 else "tf32",
+        **tile_sizes(x, tiling),
     )
+
+
+def tile_sizes(x: Float[Array, "T I"], tiling: Tiling) -> dict[str, int | str]:
+    """Of `multiply`."""
+    num_tokens, in_size = x.shape
+    num_steps = triton.cdiv(in_size, tiling.tile_in)
+    return {
+        "SHARE": triton.cdiv(num_steps, tiling.splits) * tiling.tile_in,
+        "TILE_T": max(triton.next_power_of_2(num_tokens), 16),
+        "TILE_O": tiling.tile_out,
+        "TILE_I": tiling.tile_in,
+        "PRECISION": "ieee" if x.dtype == jnp.float32 else "tf32",
+    }
 
 
 @triton.jit
@@ -55,6 +64,32 @@ def _linear(
 ):
     token = tl.arange(0, TILE_T)
     row = tl.program_id(0) * TILE_O + tl.arange(0, TILE_O)
+    product = multiply(
+        x, weight, num_tokens, token, row, O, I, GATED, SHARE, TILE_T, TILE_O, TILE_I, PRECISION
+    )
+    part = (tl.program_id(1) * num_tokens + token).to(tl.int64)
+    mask = (token < num_tokens)[:, None] & (row < O)[None, :]
+    target = out + part[:, None] * O + row[None, :]
+    tl.store(target, product.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def multiply(
+    x,
+    weight,
+    num_tokens,
+    token,
+    row,
+    O: tl.constexpr,  # noqa: E741
+    I: tl.constexpr,  # noqa: E741
+    GATED: tl.constexpr,
+    SHARE: tl.constexpr,
+    TILE_T: tl.constexpr,
+    TILE_O: tl.constexpr,
+    TILE_I: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """This program's share of the columns of the tile's products, in float32."""
     in_tokens = (token < num_tokens)[:, None]
     in_rows = (row < O)[:, None]
     tokens = x + token[:, None] * I
@@ -75,8 +110,7 @@ def _linear(
             up = tl.dot(left, tl.trans(right), up, input_precision=PRECISION)
     if GATED:
         acc = acc / (1.0 + tl.exp(-acc)) * up
-    target = out + (split * num_tokens + token).to(tl.int64)[:, None] * O + row[None, :]
-    tl.store(target, acc.to(out.dtype.element_ty), mask=in_tokens & (row < O)[None, :])
+    return acc
 
 
 @triton.jit

@@ -13,10 +13,13 @@ import math
 from importlib import resources
 from typing import Literal
 
-Kind = Literal["plain", "gated", "parts"]
+Kind = Literal["plain", "gated", "parts", "normed"]
 
 MAX_TOKENS = 64
 """Of `triton_kernel`. With more a product is bound by arithmetic, not by reading the weight."""
+MAX_FUSED_TOKENS = 4
+"""For which the kernel after a product is made part of it: there the last of the product's programs
+does the work of as many, while the others are done."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Tiling:
     num_warps: int
     num_stages: int
     splits: int = 1
-    """Programs that share the columns of a row; of kind "parts"."""
+    """Programs that share the columns of a row; of the kinds "parts" and "normed"."""
 
 
 MOSAIC_TILE_IN = 64
@@ -97,12 +100,14 @@ DEFAULT_FLOAT32 = Tiling(16, 32, 4, 3)
 
 def choose(compute_capability: str, shape: Shape) -> Tiling | MosaicTiling | None:
     """The fastest known cut for `shape` on a GPU of that compute capability, such as "9.0"; None:
-    XLA's product is faster."""
+    XLA's product is faster, or one of kind "normed" is better in parts."""
     known = [
         entry
         for entry in _table()
         if (entry["compute_capability"], entry["kind"]) == (compute_capability, shape.kind)
     ]
+    if shape.kind == "normed" and shape.num_tokens > MAX_FUSED_TOKENS:
+        return None
     if shape.num_tokens > MAX_TOKENS:
         return _choose_mosaic([entry for entry in known if "min_tokens" in entry], shape)
     if shape.dtype != "bfloat16":

@@ -79,39 +79,107 @@ def _rope_and_write_kv(
     HAS_NORMS: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
-    slot = tl.load(slots + token)
-    H: tl.constexpr = 2 * HALF
+    num_tokens = tl.num_programs(0)
     head = tl.arange(0, HEADS)[:, None]
+    kv_head = tl.program_id(1)
+    operands = load_operands(
+        bias, q_norm, k_norm, cos, sin, slots, token, num_tokens, head, kv_head,
+        G, HALF, HALF_PAD, HAS_BIAS, HAS_NORMS,
+    )  # fmt: skip
+    turn_and_write(
+        qkv, operands, cache, q, counters, token, num_tokens, head, kv_head,
+        PARTS, K, G, S, HALF, HALF_PAD, EPS, HAS_BIAS, HAS_NORMS,
+    )  # fmt: skip
+
+
+@triton.jit
+def load_operands(
+    bias,
+    q_norm,
+    k_norm,
+    cos,
+    sin,
+    slots,
+    token,
+    num_tokens,
+    head,
+    kv_head,
+    G: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_NORMS: tl.constexpr,
+):
+    """What `turn_and_write` needs beside the projection."""
     pair = tl.arange(0, HALF_PAD)[None, :]
-    in_half = pair < HALF
+    in_half = (pair < HALF) & (token < num_tokens)
+    slot = tl.load(slots + token, mask=token < num_tokens)
+    c = tl.load(cos + token * HALF + pair, mask=in_half)
+    s = tl.load(sin + token * HALF + pair, mask=in_half)
+    bias_first, bias_second = 0.0, 0.0
+    if HAS_BIAS:
+        place = bias + (kv_head * (G + 2) + head) * 2 * HALF + pair
+        mask = (head < G + 2) & (pair < HALF)
+        bias_first = tl.load(place, mask=mask, other=0.0)
+        bias_second = tl.load(place + HALF, mask=mask, other=0.0)
+    norm_first, norm_second = 0.0, 0.0
+    if HAS_NORMS:
+        q_first = tl.load(q_norm + pair, mask=pair < HALF)
+        q_second = tl.load(q_norm + pair + HALF, mask=pair < HALF)
+        k_first = tl.load(k_norm + pair, mask=pair < HALF)
+        k_second = tl.load(k_norm + pair + HALF, mask=pair < HALF)
+        norm_first = tl.where(head < G, q_first, k_first)
+        norm_second = tl.where(head < G, q_second, k_second)
+    return slot, c, s, bias_first, bias_second, norm_first, norm_second
+
+
+@triton.jit
+def turn_and_write(
+    qkv,
+    operands,
+    cache,
+    q,
+    counters,
+    token,
+    num_tokens,
+    head,
+    kv_head,
+    PARTS: tl.constexpr,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    S: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+    EPS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_NORMS: tl.constexpr,
+):
+    """Heads [R, 1] of one kv head, all of one token or each of its own ([R, 1]): its query heads,
+    then its key and its value; others are left alone."""
+    slot, c, s, bias_first, bias_second, norm_first, norm_second = operands
+    H: tl.constexpr = 2 * HALF
+    in_tokens = token < num_tokens
+    pair = tl.arange(0, HALF_PAD)[None, :]
+    in_half = (pair < HALF) & in_tokens
     mask = (head < G + 2) & in_half
 
-    source = ((token * K + kv_head) * (G + 2) + head) * H + pair
-    first = tl.load(qkv + source, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(qkv + source + HALF, mask=mask, other=0.0).to(tl.float32)
-    part = qkv + source
+    # Past L1: each is read once, and maybe in the kernel that wrote it.
+    part = qkv + ((token * K + kv_head) * (G + 2) + head) * H + pair
+    first = tl.load(part, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+    second = tl.load(part + HALF, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
     for _ in tl.static_range(PARTS - 1):
-        part += tl.num_programs(0).to(tl.int64) * K * (G + 2) * H
-        first += tl.load(part, mask=mask, other=0.0).to(tl.float32)
-        second += tl.load(part + HALF, mask=mask, other=0.0).to(tl.float32)
+        part += tl.cast(num_tokens, tl.int64) * K * (G + 2) * H
+        first += tl.load(part, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+        second += tl.load(part + HALF, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
     if HAS_BIAS:
-        place = (kv_head * (G + 2) + head) * H + pair
-        first += tl.load(bias + place, mask=mask, other=0.0).to(tl.float32)
-        second += tl.load(bias + place + HALF, mask=mask, other=0.0).to(tl.float32)
+        first += bias_first.to(tl.float32)
+        second += bias_second.to(tl.float32)
     is_value = head == G + 1
     if HAS_NORMS:
         square = tl.sum(first * first + second * second, axis=1)[:, None] / H
         scale = tl.rsqrt(square + EPS)
-        q_first = tl.load(q_norm + pair, mask=in_half).to(tl.float32)
-        q_second = tl.load(q_norm + pair + HALF, mask=in_half).to(tl.float32)
-        k_first = tl.load(k_norm + pair, mask=in_half).to(tl.float32)
-        k_second = tl.load(k_norm + pair + HALF, mask=in_half).to(tl.float32)
-        first *= tl.where(is_value, 1.0, scale * tl.where(head < G, q_first, k_first))
-        second *= tl.where(is_value, 1.0, scale * tl.where(head < G, q_second, k_second))
-
-    c = tl.load(cos + token * HALF + pair, mask=in_half)
-    s = tl.load(sin + token * HALF + pair, mask=in_half)
+        first *= tl.where(is_value, 1.0, scale * norm_first.to(tl.float32))
+        second *= tl.where(is_value, 1.0, scale * norm_second.to(tl.float32))
     turned_first = tl.where(is_value, first, first * c - second * s)
     turned_second = tl.where(is_value, second, second * c + first * s)
 
@@ -126,4 +194,4 @@ def _rope_and_write_kv(
     is_kv = (head >= G) & (head < G + 2)
     tl.store(cache + to_cache, turned_first, mask=is_kv & in_half)
     tl.store(cache + to_cache + HALF, turned_second, mask=is_kv & in_half)
-    tl.store(counters + token * K + kv_head, 0)
+    tl.store(counters + token * K + kv_head, 0, mask=in_tokens)

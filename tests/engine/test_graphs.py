@@ -35,6 +35,9 @@ CONFIG = ModelConfig.from_hf(
 )
 LAYOUT = BatchLayout(Bucket(32, 32), max_blocks=64, block_size=16)
 SIZES = StateSizes(1000, 16, max_num_seqs=64, max_num_batched_tokens=32, max_num_steps=4)
+FEW = BatchLayout(Bucket(4, 4), max_blocks=64, block_size=16)
+MOST_PER_LAYER_OF_FEW = 5
+"""Four matrix products, three of them with what follows, and attention."""
 MOST_PER_LAYER = 13
 """Four matrix products, three of them with the sum of their parts, the gate, two norms, the
 rotation with the cache's update, and two for attention."""
@@ -42,12 +45,12 @@ MOST_BESIDE = 32
 """Of unpacking, embedding, the head, and a greedy row's sampling."""
 
 
-def thunks_of_step(folder: Path, num_steps: int) -> list[Thunk]:
+def thunks_of_step(folder: Path, num_steps: int, layout: BatchLayout = LAYOUT) -> list[Thunk]:
     mesh = make_mesh(1, jax.devices("gpu")[:1])
     definition = ModelDefinition.create(
         CONFIG, tensor_parallel_size=1, dtype="bfloat16", attention_impl="triton"
     )
-    lowered = lower_step(definition, mesh, LAYOUT, num_steps, SIZES)
+    lowered = lower_step(definition, mesh, layout, num_steps, SIZES)
     lowered.compile(GPU_OPTIONS | dump_options(folder))
     return read_thunks(folder)
 
@@ -66,3 +69,10 @@ def test_each_of_several_steps_is_one_graph(tmp_path):
     assert launches.graphs == 1
     assert not launches.outside
     assert launches.kernels[0] <= MOST_PER_LAYER * NUM_LAYERS + MOST_BESIDE
+
+
+def test_a_step_of_few_tokens_has_few_kernels(tmp_path):
+    launches = count_launches(thunks_of_step(tmp_path, 1, FEW))
+    assert launches.graphs == 1
+    assert not launches.outside
+    assert launches.kernels[0] <= MOST_PER_LAYER_OF_FEW * NUM_LAYERS + MOST_BESIDE

@@ -275,6 +275,26 @@ def _entry_maker(impl, monkeypatch):
     return lambda function, **options: jax.jit(functools.partial(function, impl=impl, **options))
 
 
+@pytest.fixture
+def in_random_order(monkeypatch):
+    """Calls a kernel's entry point whose programs the interpreter runs one after another."""
+
+    def call(entry, grid, seed, *arguments):
+        if hasattr(entry, "lower"):
+            pytest.skip("a GPU has its own order")
+        from triton.runtime.interpreter import interpreter_builder
+
+        places = np.random.default_rng(seed).permutation([(*i, 0) for i in np.ndindex(*grid)])
+        order = iter(places.tolist())
+        set_place = interpreter_builder.set_grid_idx
+        monkeypatch.setattr(interpreter_builder, "set_grid_idx", lambda *_: set_place(*next(order)))
+        results = entry(*arguments)
+        assert next(order, None) is None
+        return results
+
+    return call
+
+
 @functools.cache  # so that tests of the same shapes share a compilation
 def _jitted(impl):
     return jax.jit(

@@ -249,18 +249,21 @@ def test_sees_positions_off_by_one() -> None:
         check_golden("llama", load("llama"), decode_position_offset=1)
 
 
-def without_reduction(self, x: jax.Array, impl: str) -> jax.Array:
-    total = layers.linear(x, self.weight[...], impl)
-    return (total if self.bias is None else total + self.bias[...])[None]
+def without_reduction(self, inner, residual, norm, impl) -> layers.Residual:
+    total = layers.linear(inner, self.weight[...], impl)
+    delta = total if self.bias is None else total + self.bias[...]
+    return layers.Residual(*norm.after_adding(residual.x, delta[None]), residual.arrived)
 
 
-def with_bias_on_every_shard(self, x: jax.Array, impl: str) -> jax.Array:
-    return layers.all_reduce(without_reduction(self, x, impl))
+def with_bias_on_every_shard(self, inner, residual, norm, impl) -> layers.Residual:
+    total = layers.linear(inner, self.weight[...], impl)
+    delta = layers.all_reduce(total if self.bias is None else total + self.bias[...])
+    return layers.Residual(*norm.after_adding(residual.x, delta[None]), residual.arrived)
 
 
 @pytest.mark.parametrize("fault", [without_reduction, with_bias_on_every_shard])
 def test_sees_faults_of_reduction(fault, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers.Linear, "split_by_input", fault)
+    monkeypatch.setattr(layers.Linear, "into_residual", fault)
     compiled_step.cache_clear()
     with pytest.raises(AssertionError):
         check_golden("llama_bias", load("llama_bias", tensor_parallel_size=2))

@@ -1,0 +1,105 @@
+"""A product with the residual sum and the norm after it, against the kernels that it is one of."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.add_rms_norm import add_rms_norm
+from pallas_kernels.linear import linear_add_rms_norm, linear_parts, tuning
+
+EPS = 1e-6
+
+
+def normal(seed, shape, dtype="float32"):
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
+
+
+def make_arguments(num_tokens, out_size, in_size, dtype, seed=0):
+    """x, weight, residual and norm weight."""
+    shapes = ((num_tokens, in_size), (out_size, in_size), (num_tokens, out_size), (out_size,))
+    arrays = [normal(10 * seed + i, shape, dtype) for i, shape in enumerate(shapes)]
+    return *arrays[:3], 1 + 0.1 * arrays[3]
+
+
+def cut(monkeypatch, tiling):
+    monkeypatch.setattr(tuning, "choose", lambda *_: tiling)
+
+
+def check(found, total, normed):
+    """The sum bit by bit; the norm but for the order in which its squares are added up."""
+    np.testing.assert_array_equal(np.asarray(found[0], np.float64), np.asarray(total, np.float64))
+    assert found[1].dtype == normed.dtype == total.dtype
+    found, normed = (np.asarray(a, np.float64) for a in (found[1], normed))
+    tolerance = 5e-3 if total.dtype == jnp.bfloat16 else 1e-6
+    np.testing.assert_allclose(found, normed, rtol=tolerance, atol=1e-6)
+
+
+SHAPES = [(1, 96, 896), (2, 50, 192), (3, 40, 130), (4, 64, 256), (4, 16, 16)]
+
+
+@pytest.mark.parametrize("splits", [1, 3, 8])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("num_tokens", "out_size", "in_size"), SHAPES)
+def test_one_kernel_does_what_two_do(
+    by_triton, monkeypatch, dtype, num_tokens, out_size, in_size, splits
+):
+    """Over several calls that count in the same array."""
+    cut(monkeypatch, tuning.Tiling(16, 32, 4, 3, splits))
+    ours = by_triton(linear_add_rms_norm, eps=EPS)
+    parts_of, add = by_triton(linear_parts), by_triton(add_rms_norm, eps=EPS)
+    arrived = jnp.zeros((out_size,), jnp.int32)
+    for seed in range(3):
+        arguments = make_arguments(num_tokens, out_size, in_size, dtype, seed)
+        *found, arrived = ours(*arguments, arrived)
+        x, weight, residual, norm_weight = arguments
+        check(found, *add(residual, parts_of(x, weight), norm_weight))
+        np.testing.assert_array_equal(arrived, 0)
+    wide = [a.astype(jnp.float32) for a in arguments]
+    expected = linear_add_rms_norm(*wide, arrived, eps=EPS, impl="reference")
+    for mine, theirs in zip(found, expected[:2], strict=True):
+        mine, theirs = np.asarray(mine, np.float64), np.asarray(theirs, np.float64)
+        tolerance = 1e-2 if dtype == "bfloat16" else 1e-5
+        assert np.linalg.norm(mine - theirs) <= tolerance * np.linalg.norm(theirs)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("splits", [1, 3])
+def test_any_program_may_be_the_last(by_triton, in_random_order, monkeypatch, splits, seed):
+    cut(monkeypatch, tuning.Tiling(16, 32, 4, 3, splits))
+    arguments = make_arguments(3, 70, 100, "float32")
+    ours = by_triton(linear_add_rms_norm, eps=EPS)
+    arrived = jnp.zeros((70,), jnp.int32)
+    *found, arrived = in_random_order(ours, (5, splits), seed, *arguments, arrived)
+    np.testing.assert_array_equal(arrived, 0)
+    expected = linear_add_rms_norm(*arguments, arrived, eps=EPS, impl="reference")
+    for mine, theirs in zip(found, expected[:2], strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_few_tokens_only():
+    for num_tokens in range(1, tuning.MAX_TOKENS + 2):
+        shape = tuning.Shape("normed", num_tokens, 32, 32, "bfloat16")
+        fused = tuning.choose("none", shape) is not None
+        assert fused == (num_tokens <= tuning.MAX_FUSED_TOKENS)
+
+
+@pytest.mark.parametrize("num_tokens", [3, tuning.MAX_FUSED_TOKENS + 1])
+def test_where_it_is_two_kernels_it_counts_nothing(by_triton, monkeypatch, num_tokens):
+    tiling = tuning.Tiling(16, 32, 4, 3, 2)
+    monkeypatch.setattr(
+        tuning, "choose", lambda _, shape: None if shape.kind == "normed" else tiling
+    )
+    arguments = make_arguments(num_tokens, 48, 96, "float32")
+    arrived = jnp.zeros((48,), jnp.int32)
+    *found, after = by_triton(linear_add_rms_norm, eps=EPS)(*arguments, arrived)
+    np.testing.assert_array_equal(after, 0)
+    expected = linear_add_rms_norm(*arguments, arrived, eps=EPS, impl="reference")
+    for mine, theirs in zip(found, expected[:2], strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_unknown_implementations_are_refused():
+    arguments = make_arguments(1, 16, 32, "float32")
+    with pytest.raises(ValueError, match="impl='cuda' is unknown: choose 'reference', 'triton'"):
+        linear_add_rms_norm(*arguments, jnp.zeros((16,), jnp.int32), eps=EPS, impl="cuda")
