@@ -3,7 +3,7 @@
     PYTHONPATH=. python bench/linear.py --output bench/results/linear_h200.json
     PYTHONPATH=. python bench/linear.py --tokens 128 256 512 1024 2048 8192 \\
         --output bench/results/linear_many_h200.json
-    PYTHONPATH=. python bench/linear.py --kinds normed --tokens 1 4 \\
+    PYTHONPATH=. python bench/linear.py --kinds normed --tokens 1 \\
         --output bench/results/linear_normed_h200.json
     PYTHONPATH=. python bench/linear.py --tune --output ...
 

@@ -68,7 +68,7 @@ def linear_add_rms_norm(
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"], Int32[Array, "C"]]:
     """`add_rms_norm` of the residual and `linear_parts`; and `arrived`.
 
-    On a GPU that is one kernel for few tokens, where `tuning.json` has a cut for it: the last
+    On a GPU that is one kernel for a single token, where `tuning.json` has a cut for it: the last
     of its programs norms. They count in `arrived`, at least D zeros before and after. A call's are
     for the next one: used once, they are updated in place.
     """
@@ -102,13 +102,13 @@ def linear_rope_and_write_kv(
 ]:
     """`rope_and_write_kv` of `linear_parts`; and `arrived`.
 
-    On a GPU that is one kernel for few tokens, if its tiles divide a kv head's rows: the last
+    On a GPU that is one kernel for a single token, if its tiles divide a kv head's rows: the last
     of its programs on those turns and writes. They count in `arrived`, at least K zeros; see
     `linear_add_rms_norm`.
     """
     matrix = weight.reshape(-1, weight.shape[-1])
     others = (bias, q_norm, k_norm, cos, sin, kv_cache, kv_slots)
-    tiling = _tiling(x, matrix, "parts", impl) if len(x) <= tuning.MAX_FUSED_TOKENS else None
+    tiling = _tiling(x, matrix, "parts", impl) if len(x) == 1 else None
     head_rows = math.prod(weight.shape[1:-1])
     if tiling is None or head_rows % tiling.tile_out:
         parts = linear_parts(x, matrix, impl=impl)

@@ -1,7 +1,7 @@
-"""A product with a weight for few tokens, the residual sum and the norm after it, in one kernel.
+"""A product of a weight and a single token, the residual sum and the norm after it, in one kernel.
 
 Where several programs share the columns of some rows, the last of them to finish adds up their
-parts; and the last to finish its rows norms all tokens.
+parts; and the last to finish its rows norms the token.
 """
 
 import jax
@@ -14,17 +14,17 @@ from pallas_kernels.triton_import import jax_triton, tl, triton
 
 
 def linear_add_rms_norm(
-    x: Float[Array, "T I"],
+    x: Float[Array, "1 I"],
     weight: Float[Array, "D I"],
-    residual: Float[Array, "T D"],
+    residual: Float[Array, "1 D"],
     norm_weight: Float[Array, "D"],
     arrived: Int32[Array, "C"],
     *,
     eps: float,
     tiling: Tiling,
-) -> tuple[Float[Array, "T D"], Float[Array, "T D"], Int32[Array, "C"]]:
-    num_tokens, size = residual.shape
-    parts = (tiling.splits, num_tokens, size) if tiling.splits > 1 else (1,)
+) -> tuple[Float[Array, "1 D"], Float[Array, "1 D"], Int32[Array, "C"]]:
+    size = residual.shape[1]
+    parts = (tiling.splits, size) if tiling.splits > 1 else (1,)
     counters = jax.new_ref(arrived)
     total, normed, _ = jax_triton.triton_call(
         x,
@@ -41,10 +41,8 @@ def linear_add_rms_norm(
         grid=(triton.cdiv(size, tiling.tile_out), tiling.splits),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
-        T=num_tokens,
         D=size,
         I=x.shape[1],
-        T_PAD=triton.next_power_of_2(num_tokens),
         D_PAD=triton.next_power_of_2(size),
         SPLITS=tiling.splits,
         EPS=eps,
@@ -63,10 +61,8 @@ def _linear_add_rms_norm(
     total,
     normed,
     parts,
-    T: tl.constexpr,
     D: tl.constexpr,
     I: tl.constexpr,  # noqa: E741
-    T_PAD: tl.constexpr,
     D_PAD: tl.constexpr,
     SPLITS: tl.constexpr,
     EPS: tl.constexpr,
@@ -81,15 +77,15 @@ def _linear_add_rms_norm(
     tile = tl.program_id(0)
     token = tl.arange(0, TILE_T)
     row = tile * TILE_O + tl.arange(0, TILE_O)
-    mask = (token < T)[:, None] & (row < D)[None, :]
+    mask = (token < 1)[:, None] & (row < D)[None, :]
     place = token[:, None] * D + row[None, :]
     left = tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)
     right = multiply(
-        x, weight, T, token, row, D, I, False, SHARE, TILE_T, TILE_O, TILE_I, PRECISION
+        x, weight, 1, token, row, D, I, False, SHARE, TILE_T, TILE_O, TILE_I, PRECISION
     )
     dtype: tl.constexpr = total.dtype.element_ty
     if SPLITS > 1:
-        tl.store(parts + tl.program_id(1) * T * D + place, right, mask=mask)
+        tl.store(parts + tl.program_id(1) * D + place, right, mask=mask)
         tl.debug_barrier()  # The whole program's stores, before one thread announces them.
         if tl.atomic_add(arrived + 1 + tile, 1, sem="acq_rel") != SPLITS - 1:
             return
@@ -97,7 +93,7 @@ def _linear_add_rms_norm(
         # Past L1, which need not see what other multiprocessors wrote.
         right = tl.load(parts + place, mask=mask, other=0.0, cache_modifier=".cg")
         for split in tl.static_range(1, SPLITS):
-            part = parts + split * T * D + place
+            part = parts + split * D + place
             right += tl.load(part, mask=mask, other=0.0, cache_modifier=".cg")
     else:
         right = right.to(dtype).to(tl.float32)
@@ -110,10 +106,8 @@ def _linear_add_rms_norm(
     if tl.atomic_add(arrived, 1, sem="acq_rel") != tl.num_programs(0) - 1:
         return
     tl.store(arrived, 0)
-    token = tl.arange(0, T_PAD)
-    mask = (token < T)[:, None] & (column < D)[None, :]
-    place = token[:, None] * D + column[None, :]
-    wide = tl.load(total + place, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
-    mean_square = tl.sum(wide * wide, axis=1) / D
-    result = wide * tl.rsqrt(mean_square + EPS)[:, None] * scale.to(tl.float32)[None, :]
-    tl.store(normed + place, result.to(dtype), mask=mask)
+    mask = column < D
+    wide = tl.load(total + column, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+    mean_square = tl.sum(wide * wide, axis=0) / D
+    result = wide * tl.rsqrt(mean_square + EPS) * scale.to(tl.float32)
+    tl.store(normed + column, result.to(dtype), mask=mask)

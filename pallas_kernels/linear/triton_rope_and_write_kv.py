@@ -1,4 +1,4 @@
-"""The QKV projection of few tokens, with the rotation and the cache's update, in one kernel.
+"""The QKV projection of a single token, with the rotation and the cache's update, in one kernel.
 
 The last program to finish its share of a kv head's rows adds up their parts, turns them, and
 writes q and the cache.
@@ -15,24 +15,23 @@ from pallas_kernels.triton_import import jax_triton, tl, triton
 
 
 def linear_rope_and_write_kv(
-    x: Float[Array, "T I"],
+    x: Float[Array, "1 I"],
     weight: Float[Array, "K G+2 H I"],
     bias: Float[Array, "K G+2 H"] | None,
     q_norm: Float[Array, "H"] | None,
     k_norm: Float[Array, "H"] | None,
-    cos: Float32[Array, "T H//2"],
-    sin: Float32[Array, "T H//2"],
+    cos: Float32[Array, "1 H//2"],
+    sin: Float32[Array, "1 H//2"],
     kv_cache: Float[Array, "P K 2 S H"],
-    kv_slots: Int32[Array, "T"],
+    kv_slots: Int32[Array, "1"],
     arrived: Int32[Array, "C"],
     *,
     eps: float,
     tiling: Tiling,
 ) -> tuple[
-    Float[Array, "T K*G H"], Float[Array, "P K 2 S H"], Int32[Array, "T K"], Int32[Array, "C"]
+    Float[Array, "1 K*G H"], Float[Array, "P K 2 S H"], Int32[Array, "1 K"], Int32[Array, "C"]
 ]:
     """A tile's rows are of one kv head."""
-    num_tokens, in_size = x.shape
     num_kv_heads, group, head_dim, _ = weight.shape
     group -= 2
     out_size = num_kv_heads * (group + 2) * head_dim
@@ -52,22 +51,20 @@ def linear_rope_and_write_kv(
         counters,
         kernel=_linear_rope_and_write_kv,
         out_type=(
-            jax.ShapeDtypeStruct((num_tokens, num_kv_heads * group, head_dim), kv_cache.dtype),
-            jax.ShapeDtypeStruct((num_tokens, num_kv_heads), jnp.int32),
+            jax.ShapeDtypeStruct((1, num_kv_heads * group, head_dim), kv_cache.dtype),
+            jax.ShapeDtypeStruct((1, num_kv_heads), jnp.int32),
             jax.ShapeDtypeStruct(
-                (tiling.splits, num_tokens, out_size),
+                (tiling.splits, out_size),
                 jnp.float32 if tiling.splits > 1 else x.dtype,
             ),
         ),
         grid=(out_size // tiling.tile_out, tiling.splits),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
-        T=num_tokens,
         K=num_kv_heads,
         G=group,
         S=kv_cache.shape[3],
-        I=in_size,
-        T_PAD=triton.next_power_of_2(num_tokens),
+        I=x.shape[1],
         HEADS=triton.next_power_of_2(group + 2),
         HALF=head_dim // 2,
         HALF_PAD=triton.next_power_of_2(head_dim // 2),
@@ -95,12 +92,10 @@ def _linear_rope_and_write_kv(
     q,
     counters,
     parts,
-    T: tl.constexpr,
     K: tl.constexpr,
     G: tl.constexpr,
     S: tl.constexpr,
     I: tl.constexpr,  # noqa: E741
-    T_PAD: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     HALF_PAD: tl.constexpr,
@@ -121,18 +116,16 @@ def _linear_rope_and_write_kv(
     token = tl.arange(0, TILE_T)
     row = tile * TILE_O + tl.arange(0, TILE_O)
     product = multiply(
-        x, weight, T, token, row, K * HEAD_ROWS, I, False, SHARE, TILE_T, TILE_O, TILE_I, PRECISION
+        x, weight, 1, token, row, K * HEAD_ROWS, I, False, SHARE, TILE_T, TILE_O, TILE_I, PRECISION
     )
-    part = tl.program_id(1) * T + token
+    part = tl.program_id(1) + token
     target = parts + part[:, None] * (K * HEAD_ROWS) + row[None, :]
-    tl.store(target, product.to(parts.dtype.element_ty), mask=(token < T)[:, None])
+    tl.store(target, product.to(parts.dtype.element_ty), mask=(token < 1)[:, None])
     kv_head = tile // HEAD_TILES
-    head = tl.arange(0, T_PAD * HEADS)[:, None]
-    token = (head // HEADS).to(tl.int64)
-    head = head % HEADS
+    head = tl.arange(0, HEADS)[:, None]
     # By each, so that the last need not wait for them.
     operands = load_operands(
-        bias, q_norm, k_norm, cos, sin, slots, token, T, head, kv_head,
+        bias, q_norm, k_norm, cos, sin, slots, 0, head, kv_head,
         G, HALF, HALF_PAD, HAS_BIAS, HAS_NORMS,
     )  # fmt: skip
     tl.debug_barrier()  # The whole program's stores, before one thread announces them.
@@ -140,6 +133,6 @@ def _linear_rope_and_write_kv(
         return
     tl.store(arrived + kv_head, 0)
     turn_and_write(
-        parts, operands, cache, q, counters, token, T, head, kv_head,
+        parts, operands, cache, q, counters, 0, 1, head, kv_head,
         SPLITS, K, G, S, HALF, HALF_PAD, EPS, HAS_BIAS, HAS_NORMS,
     )  # fmt: skip

@@ -17,9 +17,6 @@ Kind = Literal["plain", "gated", "parts", "normed"]
 
 MAX_TOKENS = 64
 """Of `triton_kernel`. With more a product is bound by arithmetic, not by reading the weight."""
-MAX_FUSED_TOKENS = 4
-"""For which the kernel after a product is made part of it: there the last of the product's programs
-does the work of as many, while the others are done."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +103,7 @@ def choose(compute_capability: str, shape: Shape) -> Tiling | MosaicTiling | Non
         for entry in _table()
         if (entry["compute_capability"], entry["kind"]) == (compute_capability, shape.kind)
     ]
-    if shape.kind == "normed" and shape.num_tokens > MAX_FUSED_TOKENS:
+    if shape.kind == "normed" and shape.num_tokens > 1:
         return None
     if shape.num_tokens > MAX_TOKENS:
         return _choose_mosaic([entry for entry in known if "min_tokens" in entry], shape)

@@ -79,15 +79,14 @@ def _rope_and_write_kv(
     HAS_NORMS: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    num_tokens = tl.num_programs(0)
     head = tl.arange(0, HEADS)[:, None]
     kv_head = tl.program_id(1)
     operands = load_operands(
-        bias, q_norm, k_norm, cos, sin, slots, token, num_tokens, head, kv_head,
+        bias, q_norm, k_norm, cos, sin, slots, token, head, kv_head,
         G, HALF, HALF_PAD, HAS_BIAS, HAS_NORMS,
     )  # fmt: skip
     turn_and_write(
-        qkv, operands, cache, q, counters, token, num_tokens, head, kv_head,
+        qkv, operands, cache, q, counters, token, tl.num_programs(0), head, kv_head,
         PARTS, K, G, S, HALF, HALF_PAD, EPS, HAS_BIAS, HAS_NORMS,
     )  # fmt: skip
 
@@ -101,7 +100,6 @@ def load_operands(
     sin,
     slots,
     token,
-    num_tokens,
     head,
     kv_head,
     G: tl.constexpr,
@@ -112,22 +110,22 @@ def load_operands(
 ):
     """What `turn_and_write` needs beside the projection."""
     pair = tl.arange(0, HALF_PAD)[None, :]
-    in_half = (pair < HALF) & (token < num_tokens)
-    slot = tl.load(slots + token, mask=token < num_tokens)
+    in_half = pair < HALF
+    slot = tl.load(slots + token)
     c = tl.load(cos + token * HALF + pair, mask=in_half)
     s = tl.load(sin + token * HALF + pair, mask=in_half)
     bias_first, bias_second = 0.0, 0.0
     if HAS_BIAS:
         place = bias + (kv_head * (G + 2) + head) * 2 * HALF + pair
-        mask = (head < G + 2) & (pair < HALF)
+        mask = (head < G + 2) & in_half
         bias_first = tl.load(place, mask=mask, other=0.0)
         bias_second = tl.load(place + HALF, mask=mask, other=0.0)
     norm_first, norm_second = 0.0, 0.0
     if HAS_NORMS:
-        q_first = tl.load(q_norm + pair, mask=pair < HALF)
-        q_second = tl.load(q_norm + pair + HALF, mask=pair < HALF)
-        k_first = tl.load(k_norm + pair, mask=pair < HALF)
-        k_second = tl.load(k_norm + pair + HALF, mask=pair < HALF)
+        q_first = tl.load(q_norm + pair, mask=in_half)
+        q_second = tl.load(q_norm + pair + HALF, mask=in_half)
+        k_first = tl.load(k_norm + pair, mask=in_half)
+        k_second = tl.load(k_norm + pair + HALF, mask=in_half)
         norm_first = tl.where(head < G, q_first, k_first)
         norm_second = tl.where(head < G, q_second, k_second)
     return slot, c, s, bias_first, bias_second, norm_first, norm_second
@@ -154,13 +152,12 @@ def turn_and_write(
     HAS_BIAS: tl.constexpr,
     HAS_NORMS: tl.constexpr,
 ):
-    """Heads [R, 1] of one kv head, all of one token or each of its own ([R, 1]): its query heads,
-    then its key and its value; others are left alone."""
+    """Heads [R, 1] of a token's kv head: its query heads, then its key and its value; others are
+    left alone."""
     slot, c, s, bias_first, bias_second, norm_first, norm_second = operands
     H: tl.constexpr = 2 * HALF
-    in_tokens = token < num_tokens
     pair = tl.arange(0, HALF_PAD)[None, :]
-    in_half = (pair < HALF) & in_tokens
+    in_half = pair < HALF
     mask = (head < G + 2) & in_half
 
     # Past L1: each is read once, and maybe in the kernel that wrote it.
@@ -194,4 +191,4 @@ def turn_and_write(
     is_kv = (head >= G) & (head < G + 2)
     tl.store(cache + to_cache, turned_first, mask=is_kv & in_half)
     tl.store(cache + to_cache + HALF, turned_second, mask=is_kv & in_half)
-    tl.store(counters + token * K + kv_head, 0, mask=in_tokens)
+    tl.store(counters + token * K + kv_head, 0)

@@ -35,8 +35,8 @@ CONFIG = ModelConfig.from_hf(
 )
 LAYOUT = BatchLayout(Bucket(32, 32), max_blocks=64, block_size=16)
 SIZES = StateSizes(1000, 16, max_num_seqs=64, max_num_batched_tokens=32, max_num_steps=4)
-FEW = BatchLayout(Bucket(4, 4), max_blocks=64, block_size=16)
-MOST_PER_LAYER_OF_FEW = 5
+ONE = BatchLayout(Bucket(1, 1), max_blocks=64, block_size=16)
+MOST_PER_LAYER_OF_ONE = 5
 """Four matrix products, three of them with what follows, and attention."""
 MOST_PER_LAYER = 13
 """Four matrix products, three of them with the sum of their parts, the gate, two norms, the
@@ -71,8 +71,8 @@ def test_each_of_several_steps_is_one_graph(tmp_path):
     assert launches.kernels[0] <= MOST_PER_LAYER * NUM_LAYERS + MOST_BESIDE
 
 
-def test_a_step_of_few_tokens_has_few_kernels(tmp_path):
-    launches = count_launches(thunks_of_step(tmp_path, 1, FEW))
+def test_a_step_of_one_token_has_few_kernels(tmp_path):
+    launches = count_launches(thunks_of_step(tmp_path, 1, ONE))
     assert launches.graphs == 1
     assert not launches.outside
-    assert launches.kernels[0] <= MOST_PER_LAYER_OF_FEW * NUM_LAYERS + MOST_BESIDE
+    assert launches.kernels[0] <= MOST_PER_LAYER_OF_ONE * NUM_LAYERS + MOST_BESIDE
