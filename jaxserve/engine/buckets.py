@@ -15,14 +15,13 @@ class Bucket:
 def make_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[Bucket, ...]:
     """Sizes up to the token budget, the budget itself, and `max_num_seqs`, at most as much.
 
-    A few tokens cost a step about as much as one, so that the first sizes are far apart. From 256
-    tokens on arithmetic takes its time, and there are sizes between two powers of two: closest
-    together where many sequences decode while a few prompts are read.
+    From 256 tokens on arithmetic takes its time, and there are sizes between two powers of two:
+    closest together where many sequences decode while a few prompts are read.
     Every row has at least one token, so a step of T tokens has at most min(T, max_num_seqs) rows
     and one number picks the shape: there are no gaps. However many sequences decode, there is a
     bucket of as many rows as tokens for them.
     """
-    powers = [1, 4, *(1 << i for i in range(4, max_num_batched_tokens.bit_length()))]
+    powers = [1, *(1 << i for i in range(2, max_num_batched_tokens.bit_length()))]
     between = [
         power + power * i // parts
         for power in powers
