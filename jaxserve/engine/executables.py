@@ -7,6 +7,7 @@ import pickle
 import tempfile
 import threading
 from collections.abc import Callable
+from concurrent.futures import Executor
 from contextlib import suppress
 from functools import cache
 from importlib import metadata
@@ -49,9 +50,10 @@ class ExecutableCache:
         )
 
     def load_or_compile(
-        self, compile_program: Callable[[], jax.stages.Compiled], *name: object
+        self, compile_program: Callable[[], jax.stages.Compiled], *name: object, keeper: Executor
     ) -> jax.stages.Compiled:
-        """The program of this name, from the folder or else from `compile_program`."""
+        """The program of this name, from the folder or else from `compile_program`; `keeper` then
+        writes it, which takes tenths of a second of the interpreter's lock."""
         if self._folder is None:
             return compile_program()
         digest = hashlib.sha256(repr((name, self._key)).encode()).hexdigest()
@@ -68,12 +70,15 @@ class ExecutableCache:
             logger.warning("compiling anew what %s holds: %s", path, error)
         with _jax_cache_off:
             program = compile_program()
+        keeper.submit(self._keep, path, program)
+        return program
+
+    def _keep(self, path: Path, program: jax.stages.Compiled) -> None:
         try:
             self._write(path, pickle.dumps(serialize_executable.serialize(program)))
             self._prune()
         except Exception as error:
             logger.warning("the next start compiles anew what could not be kept: %s", error)
-        return program
 
     def _write(self, path: Path, data: bytes) -> None:
         """Whole or not at all, since several processes may start at once."""

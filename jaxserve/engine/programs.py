@@ -28,7 +28,6 @@ from jaxserve.model.definition import ModelDefinition, Params
 from jaxserve.sampling import load_slot, num_mask_words
 from sharding import shardings
 
-COMPILE_THREADS = 16
 COMPILE_NICENESS = 10
 GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
 """Products of few tokens are our own kernels', those of many cuBLAS's first choice: timing all
@@ -153,7 +152,8 @@ def compile_programs(
     options = GPU_OPTIONS if on_gpu else None
     state = abstract_state(definition, mesh, sizes)
     # Tracing holds the interpreter's lock in any case, and one after another they find the Triton
-    # kernels that those before have compiled. XLA compiles outside of it.
+    # kernels that those before have compiled. XLA compiles outside of it. Writing a program holds
+    # it too, so that is left for when all are lowered and XLA compiles the last ones.
     tracer = ThreadPoolExecutor(1)
 
     def compile_step(layout: BatchLayout, num_steps: int) -> Callable:
@@ -161,7 +161,7 @@ def compile_programs(
             lowering = tracer.submit(lower_step, definition, mesh, layout, num_steps, sizes)
             return lowering.result().compile(options)
 
-        return cache.load_or_compile(compile_it, "step", layout, num_steps, sizes)
+        return cache.load_or_compile(compile_it, "step", layout, num_steps, sizes, keeper=tracer)
 
     def compile_logprobs(tile: int) -> Callable:
         def compile_it() -> jax.stages.Compiled:
@@ -171,10 +171,14 @@ def compile_programs(
             return tracer.submit(program.lower, *arguments).result().compile(options)
 
         shapes = [part.shape for part in state.output]
-        return cache.load_or_compile(compile_it, "logprobs", tile, shapes, max_logprobs)
+        return cache.load_or_compile(
+            compile_it, "logprobs", tile, shapes, max_logprobs, keeper=tracer
+        )
 
     yielding = _yield_to_tracing if on_gpu else None
-    with tracer, ThreadPoolExecutor(COMPILE_THREADS, initializer=yielding) as pool:
+    # A thread for each program, so that all wait for the tracer before any is to be written.
+    num_threads = 2 * len(layouts) + len(LOGPROBS_TILES)
+    with tracer, ThreadPoolExecutor(num_threads, initializer=yielding) as pool:
 
         def start(num_steps: int, *, only_decode: bool) -> dict[Bucket, Future]:
             return {  # the largest takes longest: first

@@ -4,7 +4,9 @@ import dataclasses
 import random
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import Executor, Future
 from types import SimpleNamespace
 
 import jax
@@ -12,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.engine import executables
+from jaxserve.engine import executables, programs
 from jaxserve.engine.buckets import Bucket
 from jaxserve.engine.executables import ExecutableCache
 from jaxserve.engine.forward_batch import BatchLayout
@@ -35,6 +37,14 @@ def compile_double():
     return compile_program
 
 
+class AtOnce(Executor):
+    """Runs what it is given before `submit` returns."""
+
+    def submit(self, function, /, *args, **kwargs):
+        function(*args, **kwargs)
+        return Future()
+
+
 def doubles(program) -> bool:
     x = jnp.arange(4.0)
     return np.asarray(program(x)).tolist() == [0, 2, 4, 6] and x.is_deleted()
@@ -44,9 +54,9 @@ def test_found_again_by_what_it_depends_on(tmp_path, compile_double):
     mesh = make_mesh(1)
     for number, depends_on in enumerate((("a", 1), ("a", 1), ("a", 2), ("b", 1))):
         cache = ExecutableCache(tmp_path / "new", mesh, depends_on)
-        assert doubles(cache.load_or_compile(compile_double, "step", 8))
+        assert doubles(cache.load_or_compile(compile_double, "step", 8, keeper=AtOnce()))
         assert compile_double.count == (1, 1, 2, 3)[number]
-    assert doubles(cache.load_or_compile(compile_double, "step", 9))
+    assert doubles(cache.load_or_compile(compile_double, "step", 9, keeper=AtOnce()))
     assert compile_double.count == 4
     assert len(list((tmp_path / "new").iterdir())) == 4
 
@@ -58,7 +68,7 @@ def test_names_hold_what_a_program_depends_on(tiny_definition, tiny_sizes):
     def names(**sizes):
         made = {"step": [], "logprobs": []}
 
-        def remember(compile_program, kind, *name):
+        def remember(compile_program, kind, *name, keeper):
             made[kind].append(repr(name))
             return SimpleNamespace(memory_analysis=lambda: SimpleNamespace(temp_size_in_bytes=0))
 
@@ -74,20 +84,55 @@ def test_names_hold_what_a_program_depends_on(tiny_definition, tiny_sizes):
         assert (others["logprobs"] == usual["logprobs"]) == (field == "num_blocks")
 
 
+def test_all_programs_are_lowered_before_any_is_written(
+    tmp_path, tiny_definition, tiny_sizes, monkeypatch
+):
+    buckets = [Bucket(1, 1), Bucket(2, 2), Bucket(4, 2)]
+    layouts = {bucket: BatchLayout(bucket, max_blocks=2, block_size=8) for bucket in buckets}
+    lower_step, serialize = programs.lower_step, executables.serialize_executable.serialize
+    done, threads = [], set()
+
+    def lower(*args):
+        done.append("lower")
+        threads.add(threading.get_ident())
+        return lower_step(*args)
+
+    def write(program):
+        done.append("write")
+        threads.add(threading.get_ident())
+        return serialize(program)
+
+    monkeypatch.setattr(programs, "lower_step", lower)
+    monkeypatch.setattr(executables.serialize_executable, "serialize", write)
+    mesh = make_mesh(1)
+    cache = ExecutableCache(tmp_path, mesh)
+    compile_programs(tiny_definition, mesh, layouts, tiny_sizes, 5, cache)
+    # Three steps and two of decode rows; those, and three of log-probabilities.
+    assert done == ["lower"] * 5 + ["write"] * 8
+    assert len(threads) == 1
+    assert len(list(tmp_path.iterdir())) == 8
+
+
 def test_a_damaged_file_is_made_anew(tmp_path, compile_double, caplog):
     cache = ExecutableCache(tmp_path, make_mesh(1))
-    cache.load_or_compile(compile_double, "step")
+    cache.load_or_compile(compile_double, "step", keeper=AtOnce())
     (path,) = tmp_path.iterdir()
     path.write_bytes(path.read_bytes()[:100])
-    assert doubles(cache.load_or_compile(compile_double, "step"))
+    assert doubles(cache.load_or_compile(compile_double, "step", keeper=AtOnce()))
     assert f"compiling anew what {path} holds" in caplog.text
-    assert doubles(ExecutableCache(tmp_path, make_mesh(1)).load_or_compile(compile_double, "step"))
+    assert doubles(
+        ExecutableCache(tmp_path, make_mesh(1)).load_or_compile(
+            compile_double, "step", keeper=AtOnce()
+        )
+    )
     assert compile_double.count == 2
 
 
 def test_no_folder_keeps_nothing(compile_double):
     cache = ExecutableCache(None, make_mesh(1))
-    assert all(doubles(cache.load_or_compile(compile_double, "step")) for _ in range(2))
+    assert all(
+        doubles(cache.load_or_compile(compile_double, "step", keeper=AtOnce())) for _ in range(2)
+    )
     assert compile_double.count == 2
 
 
@@ -97,7 +142,7 @@ def test_a_failed_write_leaves_nothing(tmp_path, compile_double, monkeypatch, ca
 
     monkeypatch.setattr("os.replace", fail)
     cache = ExecutableCache(tmp_path, make_mesh(1))
-    assert doubles(cache.load_or_compile(compile_double, "step"))
+    assert doubles(cache.load_or_compile(compile_double, "step", keeper=AtOnce()))
     assert "could not be kept: no room" in caplog.text
     assert list(tmp_path.iterdir()) == []
 
@@ -107,7 +152,7 @@ def test_what_was_used_longest_ago_goes_first(tmp_path, compile_double, monkeypa
 
     def use(name):
         before = compile_double.count
-        assert doubles(cache.load_or_compile(compile_double, name))
+        assert doubles(cache.load_or_compile(compile_double, name, keeper=AtOnce()))
         time.sleep(0.02)  # file systems tell times apart from there on
         return compile_double.count > before
 
@@ -121,6 +166,7 @@ def test_what_was_used_longest_ago_goes_first(tmp_path, compile_double, monkeypa
 
 FROM_BOTH_CACHES = """
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import jax, jax.numpy as jnp, numpy as np
 from jaxserve.engine.executables import ExecutableCache
@@ -144,9 +190,10 @@ compile_program()
 assert len(hits) == 1, hits  # JAX's own cache is on, and has it
 for _ in range(3):  # compiled, then loaded twice
     jax.clear_caches()
-    program = ExecutableCache(folder / "executables", make_mesh(1)).load_or_compile(
-        compile_program, "it"
-    )
+    with ThreadPoolExecutor(1) as keeper:
+        program = ExecutableCache(folder / "executables", make_mesh(1)).load_or_compile(
+            compile_program, "it", keeper=keeper
+        )
     assert np.asarray(program(x)).tolist() == [18, 9, 3, 0]
 assert len(hits) == 1, hits
 jax.clear_caches()
