@@ -49,6 +49,10 @@ class ExecutableCache:
             self._devices[0].client.platform_version,
         )
 
+    def has(self, *name: object) -> bool:
+        """Whether there is a program of this name, sound or not."""
+        return self._folder is not None and self._path(name).exists()
+
     def load_or_compile(
         self, compile_program: Callable[[], jax.stages.Compiled], *name: object, keeper: Executor
     ) -> jax.stages.Compiled:
@@ -56,8 +60,7 @@ class ExecutableCache:
         writes it, which takes tenths of a second of the interpreter's lock."""
         if self._folder is None:
             return compile_program()
-        digest = hashlib.sha256(repr((name, self._key)).encode()).hexdigest()
-        path = self._folder / f"{digest}.pickle"
+        path = self._path(name)
         try:
             program = serialize_executable.deserialize_and_load(
                 *pickle.loads(path.read_bytes()), execution_devices=self._devices
@@ -72,6 +75,10 @@ class ExecutableCache:
             program = compile_program()
         keeper.submit(self._keep, path, program)
         return program
+
+    def _path(self, name: tuple) -> Path:
+        digest = hashlib.sha256(repr((name, self._key)).encode()).hexdigest()
+        return self._folder / f"{digest}.pickle"
 
     def _keep(self, path: Path, program: jax.stages.Compiled) -> None:
         try:

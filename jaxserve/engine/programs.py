@@ -6,10 +6,12 @@ is a KeyError, not a new compilation.
 
 import os
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -134,82 +136,116 @@ def token_masks_shape(bucket: Bucket, vocab_size: int) -> tuple[int, int]:
     return bucket.num_rows, num_mask_words(vocab_size)
 
 
-def compile_programs(
-    definition: ModelDefinition,
-    mesh: Mesh,
-    layouts: dict[Bucket, BatchLayout],
-    sizes: StateSizes,
-    max_logprobs: int,
-    cache: ExecutableCache,
-) -> Programs:
-    """Compile what every layout needs, several programs at a time.
+class ProgramKey(NamedTuple):
+    """One of the larger programs."""
+
+    kind: Literal["step", "decode_step", "logprobs"]
+    """A step, several steps of decode rows alone, or the log-probabilities."""
+    of: Bucket | int
+    """The bucket; of log-probabilities how many positions are scored at once."""
+
+
+ShareOut = Callable[[Sequence[ProgramKey]], AbstractContextManager[Sequence[ProgramKey]]]
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """Compiles what every layout needs, several programs at a time.
 
     Buckets of decode rows alone (a row for each token) get `sizes.max_num_steps` in one program
     too.
     """
-    replicated = NamedSharding(mesh, P())
-    on_gpu = mesh.devices.flat[0].platform == "gpu"
-    options = GPU_OPTIONS if on_gpu else None
-    state = abstract_state(definition, mesh, sizes)
-    # Tracing holds the interpreter's lock in any case, and one after another they find the Triton
-    # kernels that those before have compiled. XLA compiles outside of it. Writing a program holds
-    # it too, so that is left for when all are lowered and XLA compiles the last ones.
-    tracer = ThreadPoolExecutor(1)
 
-    def compile_step(layout: BatchLayout, num_steps: int) -> Callable:
-        def compile_it() -> jax.stages.Compiled:
-            lowering = tracer.submit(lower_step, definition, mesh, layout, num_steps, sizes)
-            return lowering.result().compile(options)
+    definition: ModelDefinition
+    mesh: Mesh
+    layouts: dict[Bucket, BatchLayout]
+    sizes: StateSizes
+    max_logprobs: int
+    cache: ExecutableCache
 
-        return cache.load_or_compile(compile_it, "step", layout, num_steps, sizes, keeper=tracer)
-
-    def compile_logprobs(tile: int) -> Callable:
-        def compile_it() -> jax.stages.Compiled:
-            program = make_logprobs(definition, mesh, max_logprobs)
-            queries = jax.ShapeDtypeStruct((tile, 2), jnp.int32, sharding=replicated)
-            arguments = abstract_params(definition, mesh), state.output, queries
-            return tracer.submit(program.lower, *arguments).result().compile(options)
-
-        shapes = [part.shape for part in state.output]
-        return cache.load_or_compile(
-            compile_it, "logprobs", tile, shapes, max_logprobs, keeper=tracer
-        )
-
-    yielding = _yield_to_tracing if on_gpu else None
-    # A thread for each program, so that all wait for the tracer before any is to be written.
-    num_threads = 2 * len(layouts) + len(LOGPROBS_TILES)
-    with tracer, ThreadPoolExecutor(num_threads, initializer=yielding) as pool:
-
-        def start(num_steps: int, *, only_decode: bool) -> dict[Bucket, Future]:
-            return {  # the largest takes longest: first
-                bucket: pool.submit(compile_step, layout, num_steps)
-                for bucket, layout in reversed(layouts.items())
-                if not only_decode or bucket.num_rows == bucket.num_tokens
-            }
-
-        several = sizes.max_num_steps
-        started = [
-            start(1, only_decode=False),
-            start(several, only_decode=True) if several > 1 else {},
-            {tile: pool.submit(compile_logprobs, tile) for tile in LOGPROBS_TILES},
+    def keys(self) -> list[ProgramKey]:
+        """Of all programs. The largest takes longest: first."""
+        buckets = list(reversed(self.layouts))
+        decode = [bucket for bucket in buckets if bucket.num_rows == bucket.num_tokens]
+        return [
+            *(ProgramKey("step", bucket) for bucket in buckets),
+            *(ProgramKey("decode_step", b) for b in decode if self.sizes.max_num_steps > 1),
+            *(ProgramKey("logprobs", tile) for tile in LOGPROBS_TILES),
         ]
-        steps, decode_steps, logprobs = (
-            {key: future.result() for key, future in futures.items()} for futures in started
-        )
 
+    def is_kept(self, key: ProgramKey) -> bool:
+        """Whether the cache has it."""
+        return self.cache.has(*self._name(key))
+
+    def compile(self, keys: Sequence[ProgramKey]) -> dict[ProgramKey, jax.stages.Compiled]:
+        on_gpu = self.mesh.devices.flat[0].platform == "gpu"
+        options = GPU_OPTIONS if on_gpu else None
+        # Tracing holds the interpreter's lock in any case, and one after another they find the
+        # Triton kernels that those before have compiled. XLA compiles outside of it. Writing a
+        # program holds it too, so that is left for when all are lowered and XLA compiles the last.
+        tracer = ThreadPoolExecutor(1)
+
+        def load_or_compile(key: ProgramKey) -> jax.stages.Compiled:
+            def compile_it() -> jax.stages.Compiled:
+                return tracer.submit(self._lower, key).result().compile(options)
+
+            return self.cache.load_or_compile(compile_it, *self._name(key), keeper=tracer)
+
+        yielding = _yield_to_tracing if on_gpu else None
+        # A thread for each program, so that all wait for the tracer before any is to be written.
+        with tracer, ThreadPoolExecutor(max(len(keys), 1), initializer=yielding) as pool:
+            return dict(zip(keys, pool.map(load_or_compile, keys), strict=True))
+
+    def _num_steps(self, key: ProgramKey) -> int:
+        return self.sizes.max_num_steps if key.kind == "decode_step" else 1
+
+    def _name(self, key: ProgramKey) -> tuple:
+        if key.kind != "logprobs":
+            return "step", self.layouts[key.of], self._num_steps(key), self.sizes
+        output = abstract_state(self.definition, self.mesh, self.sizes).output
+        return "logprobs", key.of, [part.shape for part in output], self.max_logprobs
+
+    def _lower(self, key: ProgramKey) -> jax.stages.Lowered:
+        definition, mesh = self.definition, self.mesh
+        if key.kind != "logprobs":
+            layout = self.layouts[key.of]
+            return lower_step(definition, mesh, layout, self._num_steps(key), self.sizes)
+        output = abstract_state(definition, mesh, self.sizes).output
+        replicated = NamedSharding(mesh, P())
+        queries = jax.ShapeDtypeStruct((key.of, 2), jnp.int32, sharding=replicated)
+        program = make_logprobs(definition, mesh, self.max_logprobs)
+        return program.lower(abstract_params(definition, mesh), output, queries)
+
+
+def compile_programs(compiler: Compiler, share_out: ShareOut) -> Programs:
+    """Compile everything. Of the programs that the cache lacks `share_out` gives those to compile
+    here; the others it should have brought into the cache at its end."""
+    keys = compiler.keys()
+    missing = [key for key in keys if not compiler.is_kept(key)]
+    with share_out(missing) as own:
+        programs = compiler.compile(own)
+    programs |= compiler.compile([key for key in keys if key not in programs])
+
+    def of_kind(kind: str) -> dict:
+        return {key.of: program for key, program in programs.items() if key.kind == kind}
+
+    mesh = compiler.mesh
+    state = abstract_state(compiler.definition, mesh, compiler.sizes)
+    replicated = NamedSharding(mesh, P())
     slot = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
     rows = [
         jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=replicated) for x in state.slots[1:]
     ]
-    load = jax.jit(load_slot, donate_argnums=0).lower(state.slots, slot, *rows).compile()
-    copy = jax.jit(jnp.copy).lower(state.output.token_ids).compile()
-    receive = {bucket: compile_receive(mesh, layout) for bucket, layout in layouts.items()}
-    temp_bytes = max(
-        program.memory_analysis().temp_size_in_bytes
-        for programs in (steps, decode_steps, logprobs)
-        for program in programs.values()
+    return Programs(
+        steps=of_kind("step"),
+        decode_steps=of_kind("decode_step"),
+        receive={b: compile_receive(mesh, layout) for b, layout in compiler.layouts.items()},
+        logprobs=of_kind("logprobs"),
+        layouts=compiler.layouts,
+        load_slot=jax.jit(load_slot, donate_argnums=0).lower(state.slots, slot, *rows).compile(),
+        copy=jax.jit(jnp.copy).lower(state.output.token_ids).compile(),
+        temp_bytes=max(x.memory_analysis().temp_size_in_bytes for x in programs.values()),
     )
-    return Programs(steps, decode_steps, receive, logprobs, layouts, load, copy, temp_bytes)
 
 
 def _yield_to_tracing() -> None:

@@ -1,9 +1,10 @@
 """From a configuration to everything a running engine holds, phase by phase."""
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,9 @@ from jaxserve.engine.buckets import Bucket, make_buckets, pick_bucket
 from jaxserve.engine.executables import ExecutableCache
 from jaxserve.engine.forward_batch import BatchLayout
 from jaxserve.engine.memory import kv_cache_budget, num_kv_blocks
+from jaxserve.engine.precompile import Job, share_out
 from jaxserve.engine.programs import (
+    Compiler,
     Programs,
     compile_programs,
     executables_folder,
@@ -169,9 +172,8 @@ def start(config: EngineConfig) -> EngineParts:
         import pallas_kernels.paged_attention.gpu  # noqa: F401
 
     replicated = NamedSharding(mesh, P())
-    cache = ExecutableCache(
-        executables_folder() if on_gpu else None, mesh, model_config, dtype, impl
-    )
+    folder_kept = executables_folder() if on_gpu else None
+    cache = ExecutableCache(folder_kept, mesh, model_config, dtype, impl)
 
     def blocks_beside(temp_bytes: int) -> int:
         budget = kv_cache_budget(
@@ -199,7 +201,20 @@ def start(config: EngineConfig) -> EngineParts:
 
     def compiled(num_blocks: int) -> Programs:
         sizes = sizes_of(num_blocks)
-        return compile_programs(definition, mesh, layouts, sizes, config.max_logprobs, cache)
+        compiler = Compiler(definition, mesh, layouts, sizes, config.max_logprobs, cache)
+        if folder_kept is None:
+            return compile_programs(compiler, nullcontext)
+        job = Job(
+            model_config=model_config,
+            tensor_parallel_size=config.tensor_parallel_size,
+            dtype=dtype,
+            attention_impl=impl,
+            layouts=tuple(layouts.values()),
+            sizes=sizes,
+            max_logprobs=config.max_logprobs,
+            compilation_cache_dir=jax.config.jax_compilation_cache_dir,
+        )
+        return compile_programs(compiler, functools.partial(share_out, job))
 
     weight_bytes = definition.param_bytes(mesh)
     steps_per_dispatch = config.num_scheduler_steps or (

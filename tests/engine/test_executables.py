@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from concurrent.futures import Executor, Future
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import jax
@@ -18,7 +19,7 @@ from jaxserve.engine import executables, programs
 from jaxserve.engine.buckets import Bucket
 from jaxserve.engine.executables import ExecutableCache
 from jaxserve.engine.forward_batch import BatchLayout
-from jaxserve.engine.programs import compile_programs
+from jaxserve.engine.programs import Compiler, compile_programs
 from sharding import make_mesh
 
 
@@ -72,9 +73,10 @@ def test_names_hold_what_a_program_depends_on(tiny_definition, tiny_sizes):
             made[kind].append(repr(name))
             return SimpleNamespace(memory_analysis=lambda: SimpleNamespace(temp_size_in_bytes=0))
 
-        cache = SimpleNamespace(load_or_compile=remember)
+        cache = SimpleNamespace(load_or_compile=remember, has=lambda *_: False)
         sizes = dataclasses.replace(tiny_sizes, **sizes)
-        compile_programs(tiny_definition, make_mesh(1), layouts, sizes, 5, cache)
+        compiler = Compiler(tiny_definition, make_mesh(1), layouts, sizes, 5, cache)
+        compile_programs(compiler, nullcontext)
         return {kind: set(of_kind) for kind, of_kind in made.items()}
 
     usual = names()
@@ -106,7 +108,8 @@ def test_all_programs_are_lowered_before_any_is_written(
     monkeypatch.setattr(executables.serialize_executable, "serialize", write)
     mesh = make_mesh(1)
     cache = ExecutableCache(tmp_path, mesh)
-    compile_programs(tiny_definition, mesh, layouts, tiny_sizes, 5, cache)
+    compiler = Compiler(tiny_definition, mesh, layouts, tiny_sizes, 5, cache)
+    compile_programs(compiler, nullcontext)
     # Three steps and two of decode rows; those, and three of log-probabilities.
     assert done == ["lower"] * 5 + ["write"] * 8
     assert len(threads) == 1

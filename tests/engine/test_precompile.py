@@ -1,0 +1,110 @@
+"""Programs that other processes compile: found in the cache, or compiled here if one failed."""
+
+import dataclasses
+
+import pytest
+
+from jaxserve.engine import precompile
+from jaxserve.engine.buckets import Bucket
+from jaxserve.engine.executables import ExecutableCache
+from jaxserve.engine.forward_batch import BatchLayout
+from jaxserve.engine.precompile import Job, share_out
+from jaxserve.engine.programs import Compiler, ProgramKey, compile_programs
+from sharding import make_mesh
+
+LAYOUTS = tuple(BatchLayout(Bucket(n, min(n, 2)), max_blocks=2, block_size=8) for n in (1, 2, 4))
+NUM_PROGRAMS = 3 + 2 + 3
+"""Steps, steps of decode rows, log-probabilities."""
+
+
+@pytest.fixture
+def two_processes(monkeypatch):
+    monkeypatch.setattr(precompile, "PROGRAMS_EACH", 2)
+    monkeypatch.setattr(precompile, "CPUS_EACH", 1)
+    monkeypatch.setattr(precompile, "MAX_PROCESSES", 2)
+    monkeypatch.setattr(precompile.os, "sched_getaffinity", lambda _: {0, 1})
+
+
+@pytest.fixture
+def job(tmp_path, tiny_definition, tiny_sizes):
+    return Job(
+        model_config=tiny_definition.config,
+        tensor_parallel_size=1,
+        dtype="float32",
+        attention_impl="reference",
+        layouts=LAYOUTS,
+        sizes=tiny_sizes,
+        max_logprobs=5,
+        compilation_cache_dir=str(tmp_path),
+    )
+
+
+@pytest.fixture
+def compiler(tmp_path, tiny_definition, tiny_sizes):
+    mesh = make_mesh(1)
+    cache = ExecutableCache(
+        tmp_path / "executables", mesh, tiny_definition.config, "float32", "reference"
+    )
+    layouts = {layout.bucket: layout for layout in LAYOUTS}
+    return Compiler(tiny_definition, mesh, layouts, tiny_sizes, 5, cache)
+
+
+@pytest.fixture
+def lowered(monkeypatch):
+    """The programs that this process lowers."""
+    keys: list[ProgramKey] = []
+    lower = Compiler._lower
+
+    def remember(self, key):
+        keys.append(key)
+        return lower(self, key)
+
+    monkeypatch.setattr(Compiler, "_lower", remember)
+    return keys
+
+
+def compile_all(compiler: Compiler, job: Job) -> None:
+    programs = compile_programs(compiler, lambda keys: share_out(job, keys))
+    found = (programs.steps, programs.decode_steps, programs.logprobs)
+    assert sum(len(by_key) for by_key in found) == NUM_PROGRAMS
+
+
+def test_each_process_compiles_its_share(two_processes, job, compiler, lowered):
+    compile_all(compiler, job)
+    assert set(lowered) == set(compiler.keys()[::2])
+    lowered.clear()
+    compile_all(compiler, job)
+    assert lowered == []
+
+
+def test_what_a_process_could_not_is_compiled_here(two_processes, job, compiler, lowered, caplog):
+    compile_all(compiler, dataclasses.replace(job, tensor_parallel_size=99))
+    assert set(lowered) == set(compiler.keys())
+    (record,) = caplog.records
+    assert (
+        "compiling here what another process could not: ValueError: tensor_parallel_size must"
+        in (record.getMessage())
+    )
+
+
+def test_few_programs_are_not_worth_a_process(job, compiler, monkeypatch):
+    monkeypatch.setattr(precompile.subprocess, "Popen", None)
+    monkeypatch.setattr(precompile.os, "sched_getaffinity", lambda _: set(range(64)))
+    keys = compiler.keys()[: 2 * precompile.PROGRAMS_EACH - 1]
+    with share_out(job, keys) as own:
+        assert own == keys
+
+
+def test_a_process_ends_with_the_start(two_processes, job, compiler, monkeypatch):
+    started = []
+    popen = precompile.subprocess.Popen
+
+    def remember(*args, **kwargs):
+        started.append(popen(*args, **kwargs))
+        return started[-1]
+
+    monkeypatch.setattr(precompile.subprocess, "Popen", remember)
+    with pytest.raises(KeyboardInterrupt), share_out(job, compiler.keys()):
+        raise KeyboardInterrupt
+    (process,) = started
+    assert process.returncode is not None
