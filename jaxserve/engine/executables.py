@@ -51,7 +51,8 @@ class ExecutableCache:
 
     def has(self, *name: object) -> bool:
         """Whether there is a program of this name, sound or not."""
-        return self._folder is not None and self._path(name).exists()
+        # Not Path.exists, which raises where the folder may not be read.
+        return self._folder is not None and os.path.exists(self._path(name))
 
     def load_or_compile(
         self, compile_program: Callable[[], jax.stages.Compiled], *name: object, keeper: Executor

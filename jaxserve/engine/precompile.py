@@ -5,7 +5,8 @@ second or two, and there are some thirty. Only XLA's own part can go on beside t
 
     python -m jaxserve.engine.precompile < JOB
 
-is such a process; JOB is a pickled `Job`.
+is such a process; JOB is a pickled `Job`. It ends as soon as the process that started it does,
+whatever ended that: nobody holds the other end of its standard input open then.
 """
 
 import dataclasses
@@ -15,8 +16,10 @@ import pickle
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import IO
 
@@ -42,6 +45,7 @@ CPUS_EACH = 2
 MAX_PROCESSES = 6
 """Each holds half a gigabyte of every GPU while it runs."""
 MAX_S = 300.0
+"""How long this process waits for the others when it has compiled its own share."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,7 @@ class Job:
     keys: tuple[ProgramKey, ...] = ()
 
     def run(self) -> None:
+        """RuntimeError if the cache keeps nothing."""
         use_compilation_cache(self.compilation_cache_dir)
         mesh = make_mesh(self.tensor_parallel_size)
         definition = ModelDefinition.create(
@@ -71,7 +76,11 @@ class Job:
             executables_folder(), mesh, self.model_config, self.dtype, self.attention_impl
         )
         layouts = {layout.bucket: layout for layout in self.layouts}
-        Compiler(definition, mesh, layouts, self.sizes, self.max_logprobs, cache).compile(self.keys)
+        compiler = Compiler(definition, mesh, layouts, self.sizes, self.max_logprobs, cache)
+        # Another start may have brought some, which this process need not load.
+        compiler.compile([key for key in self.keys if not compiler.is_kept(key)])
+        if not all(map(compiler.is_kept, self.keys)):
+            raise RuntimeError(f"programs could not be kept in {self.compilation_cache_dir}")
 
 
 @contextmanager
@@ -87,32 +96,67 @@ def share_out(job: Job, keys: Sequence[ProgramKey]) -> Iterator[Sequence[Program
             for i in range(1, count)
         ]
         yield keys[::count]
+        deadline = time.monotonic() + MAX_S
         for process, errors in others:
-            if process.wait(MAX_S) != 0:
-                errors.seek(0)
-                last = (errors.read().strip().splitlines() or ["it said nothing"])[-1]
-                logger.warning("compiling here what another process could not: %s", last)
+            reason = _why_not(process, errors, deadline)
+            if reason is not None:
+                logger.warning("compiling here what another process could not: %s", reason)
+
+
+def _why_not(process: subprocess.Popen, errors: IO[str], deadline: float) -> str | None:
+    """What kept the process from doing its job; None if it is done."""
+    try:
+        status = process.wait(max(deadline - time.monotonic(), 0))
+    except subprocess.TimeoutExpired:
+        return f"it was not done {MAX_S:g} s after this one"
+    if status < 0:
+        return f"it was ended by signal {-status}"
+    errors.seek(0)
+    return (errors.read().strip().splitlines() or ["it said nothing"])[-1] if status else None
 
 
 @contextmanager
 def _process(job: Job) -> Iterator[tuple[subprocess.Popen, IO[str]]]:
-    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile("w+") as errors:
-        pickle.dump(job, given)
-        given.seek(0)
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-m", "jaxserve.engine.precompile"],
-            stdin=given,
+            [sys.executable, "-P", "-m", "jaxserve.engine.precompile"],
+            stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=errors,
-            # It needs none of the GPU's memory; JAX would reserve most of it.
-            env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+            env=os.environ
+            | {
+                # What this process imports, whatever is in its folder.
+                "PYTHONPATH": os.pathsep.join(sys.path),
+                # It needs none of the GPU's memory; JAX would reserve most of it.
+                "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            },
         )
         try:
+            with suppress(BrokenPipeError):  # what ended it is told by its status
+                pickle.dump(job, process.stdin)
+                process.stdin.flush()
             yield process, errors
         finally:
             process.kill()
             process.wait()
+            with suppress(BrokenPipeError):
+                process.stdin.close()
+
+
+def _end_with_the_pipe() -> None:
+    os.read(sys.stdin.fileno(), 1)
+    os._exit(1)
+
+
+def _main() -> None:
+    job = pickle.load(sys.stdin.buffer)
+    threading.Thread(target=_end_with_the_pipe, daemon=True).start()
+    try:
+        job.run()
+    except Exception as error:
+        # In one line: JAX ends its tracebacks with advice.
+        sys.exit(f"{type(error).__name__}: {' '.join(str(error).split())}")
 
 
 if __name__ == "__main__":
-    pickle.load(sys.stdin.buffer).run()
+    _main()

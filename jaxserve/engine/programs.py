@@ -194,7 +194,11 @@ class Compiler:
         yielding = _yield_to_tracing if on_gpu else None
         # A thread for each program, so that all wait for the tracer before any is to be written.
         with tracer, ThreadPoolExecutor(max(len(keys), 1), initializer=yielding) as pool:
-            return dict(zip(keys, pool.map(load_or_compile, keys), strict=True))
+            try:
+                return dict(zip(keys, pool.map(load_or_compile, keys), strict=True))
+            except BaseException:
+                tracer.shutdown(wait=False, cancel_futures=True)  # nobody needs the others now
+                raise
 
     def _num_steps(self, key: ProgramKey) -> int:
         return self.sizes.max_num_steps if key.kind == "decode_step" else 1

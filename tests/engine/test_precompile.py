@@ -1,6 +1,8 @@
 """Programs that other processes compile: found in the cache, or compiled here if one failed."""
 
 import dataclasses
+import signal
+import time
 
 import pytest
 
@@ -107,4 +109,45 @@ def test_a_process_ends_with_the_start(two_processes, job, compiler, monkeypatch
     with pytest.raises(KeyboardInterrupt), share_out(job, compiler.keys()):
         raise KeyboardInterrupt
     (process,) = started
-    assert process.returncode is not None
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_a_process_ends_with_the_one_that_started_it(job, compiler):
+    keys = tuple(compiler.keys())
+    with precompile._process(dataclasses.replace(job, keys=keys)) as (process, _):
+        process.stdin.close()
+        assert process.wait(60) == 1
+    assert not any(map(compiler.is_kept, keys))
+
+
+def test_a_process_that_is_never_done_is_not_waited_for(
+    two_processes, job, compiler, monkeypatch, caplog
+):
+    monkeypatch.setattr(precompile, "MAX_S", 0.01)
+    with share_out(job, compiler.keys()):
+        pass
+    (record,) = caplog.records
+    assert "it was not done 0.01 s after this one" in record.getMessage()
+
+
+def test_what_cannot_be_kept_is_told(tmp_path, job, monkeypatch):
+    folder = tmp_path / "executables"
+    folder.write_text("not a folder")
+    monkeypatch.setattr(precompile, "use_compilation_cache", lambda _: None)
+    monkeypatch.setattr(precompile, "executables_folder", lambda: folder)
+    with pytest.raises(RuntimeError, match="programs could not be kept in"):
+        dataclasses.replace(job, keys=(ProgramKey("logprobs", 1),)).run()
+
+
+def test_an_error_leaves_the_other_programs(compiler, monkeypatch):
+    lowered = []
+
+    def lower(self, key):
+        lowered.append(key)
+        time.sleep(0.1)
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(Compiler, "_lower", lower)
+    with pytest.raises(RuntimeError, match="no"):
+        compiler.compile(compiler.keys())
+    assert len(lowered) < len(compiler.keys())
