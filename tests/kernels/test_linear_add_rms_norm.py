@@ -75,6 +75,16 @@ def test_any_program_may_be_the_last(by_triton, in_random_order, monkeypatch, sp
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
+def test_none_is_the_last_while_one_is_missing(by_triton, monkeypatch):
+    """Of the programs of a tile's rows, and of all."""
+    cut(monkeypatch, tuning.Tiling(16, 32, 4, 3, 3))
+    ours = by_triton(linear_add_rms_norm, eps=EPS)
+    for missing, left in (([-1, 0, 0, 0], [2, 0, 0, 0]), ([0, -1, 0, 0], [2, 2, 0, 0])):
+        arrived = jnp.zeros((48,), jnp.int32).at[:4].set(jnp.asarray(missing))
+        *_, arrived = ours(*make_arguments(1, 48, 100, "float32"), arrived)
+        assert arrived[:4].tolist() == left
+
+
 def test_a_single_token_only():
     for num_tokens in range(1, tuning.MAX_TOKENS + 2):
         shape = tuning.Shape("normed", num_tokens, 32, 32, "bfloat16")

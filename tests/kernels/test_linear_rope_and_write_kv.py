@@ -97,6 +97,14 @@ def test_any_program_may_be_the_last(by_triton, in_random_order, monkeypatch, sp
     close(found, expected, 1e-5)
 
 
+def test_none_is_the_last_while_one_is_missing(by_triton, monkeypatch):
+    cut(monkeypatch, 3)
+    arguments = make_arguments(1, SHAPES[1])
+    *found, arrived = by_triton(linear_rope_and_write_kv, eps=EPS)(*arguments, zeros() - 1)
+    assert arrived.tolist() == [11, 11, 11, *[-1] * 6]
+    np.testing.assert_array_equal(found[1], arguments[7])
+
+
 @pytest.mark.parametrize(("num_tokens", "tile_out"), [(1, 128), (2, 16)])
 def test_two_kernels_where_one_cannot(by_triton, monkeypatch, num_tokens, tile_out):
     """Tiles that hold rows of two kv heads, and more tokens."""
