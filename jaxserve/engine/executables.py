@@ -6,15 +6,16 @@ import os
 import pickle
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 
 import jax
 import numpy as np
+from filelock import FileLock, Timeout
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 MAX_BYTES = 4 << 30
 """Of all that the folder holds."""
+LOCK_S = 300.0
+"""How long a start may wait for another of the same configuration to compile."""
 _PACKAGES = ("jax", "jaxlib", "flax", "jax-triton", "triton")
 
 
@@ -48,6 +51,28 @@ class ExecutableCache:
             [(d.id, d.device_kind) for d in self._devices],
             self._devices[0].client.platform_version,
         )
+
+    @contextmanager
+    def locked(self) -> Iterator[bool]:
+        """Whether programs can be written; if so, other processes that would write the same ones
+        wait here meanwhile, `LOCK_S` at most."""
+        if self._folder is None:
+            yield False
+            return
+        lock = FileLock(self._folder / f"{self._digest()}.lock", timeout=LOCK_S)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+        except Timeout:
+            logger.warning("another start has held %s for %g s", lock.lock_file, LOCK_S)
+        except OSError as error:
+            logger.warning("the next start compiles anew what cannot be kept: %s", error)
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            lock.release()
 
     def has(self, *name: object) -> bool:
         """Whether there is a program of this name, sound or not."""
@@ -77,9 +102,11 @@ class ExecutableCache:
         keeper.submit(self._keep, path, program)
         return program
 
+    def _digest(self, *name: object) -> str:
+        return hashlib.sha256(repr((name, self._key)).encode()).hexdigest()
+
     def _path(self, name: tuple) -> Path:
-        digest = hashlib.sha256(repr((name, self._key)).encode()).hexdigest()
-        return self._folder / f"{digest}.pickle"
+        return self._folder / f"{self._digest(*name)}.pickle"
 
     def _keep(self, path: Path, program: jax.stages.Compiled) -> None:
         try:
@@ -103,7 +130,7 @@ class ExecutableCache:
     def _prune(self) -> None:
         """Remove what was used longest ago, down to MAX_BYTES. Other processes may do the same."""
         found = []
-        for path in self._folder.iterdir():
+        for path in self._folder.glob("*.pickle"):
             with suppress(FileNotFoundError):
                 status = path.stat()
                 found.append((status.st_mtime_ns, status.st_size, path))

@@ -59,7 +59,7 @@ class Job:
     layouts: tuple[BatchLayout, ...]
     sizes: StateSizes
     max_logprobs: int
-    compilation_cache_dir: str
+    compilation_cache_dir: str | None
     keys: tuple[ProgramKey, ...] = ()
 
     def run(self) -> None:
@@ -91,10 +91,13 @@ def share_out(job: Job, keys: Sequence[ProgramKey]) -> Iterator[Sequence[Program
     count = max(min(len(keys) // PROGRAMS_EACH, cpus // CPUS_EACH, MAX_PROCESSES), 1)
     with ExitStack() as stack:
         # By turns: neighbours are about as large.
-        others = [
-            stack.enter_context(_process(dataclasses.replace(job, keys=tuple(keys[i::count]))))
-            for i in range(1, count)
-        ]
+        others = []
+        for i in range(1, count):
+            share = dataclasses.replace(job, keys=tuple(keys[i::count]))
+            try:
+                others.append(stack.enter_context(_process(share)))
+            except OSError as error:
+                logger.warning("compiling here what another process could not: %s", error)
         yield keys[::count]
         deadline = time.monotonic() + MAX_S
         for process, errors in others:

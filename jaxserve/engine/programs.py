@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -222,12 +222,15 @@ class Compiler:
 
 
 def compile_programs(compiler: Compiler, share_out: ShareOut) -> Programs:
-    """Compile everything. Of the programs that the cache lacks `share_out` gives those to compile
-    here; the others it should have brought into the cache at its end."""
+    """Compile everything. Of the programs that the cache lacks, if it can be written, `share_out`
+    gives those to compile here; the others it should have brought into the cache at its end."""
     keys = compiler.keys()
-    missing = [key for key in keys if not compiler.is_kept(key)]
-    with share_out(missing) as own:
-        programs = compiler.compile(own)
+    programs = {}
+    if not all(map(compiler.is_kept, keys)):
+        with compiler.cache.locked() as can_be_written:
+            missing = [key for key in keys if not compiler.is_kept(key)]
+            with (share_out if can_be_written else nullcontext)(missing) as own:
+                programs = compiler.compile(own)
     programs |= compiler.compile([key for key in keys if key not in programs])
 
     def of_kind(kind: str) -> dict:

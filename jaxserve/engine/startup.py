@@ -4,7 +4,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,8 +172,9 @@ def start(config: EngineConfig) -> EngineParts:
         import pallas_kernels.paged_attention.gpu  # noqa: F401
 
     replicated = NamedSharding(mesh, P())
-    folder_kept = executables_folder() if on_gpu else None
-    cache = ExecutableCache(folder_kept, mesh, model_config, dtype, impl)
+    cache = ExecutableCache(
+        executables_folder() if on_gpu else None, mesh, model_config, dtype, impl
+    )
 
     def blocks_beside(temp_bytes: int) -> int:
         budget = kv_cache_budget(
@@ -202,8 +203,6 @@ def start(config: EngineConfig) -> EngineParts:
     def compiled(num_blocks: int) -> Programs:
         sizes = sizes_of(num_blocks)
         compiler = Compiler(definition, mesh, layouts, sizes, config.max_logprobs, cache)
-        if folder_kept is None:
-            return compile_programs(compiler, nullcontext)
         job = Job(
             model_config=model_config,
             tensor_parallel_size=config.tensor_parallel_size,

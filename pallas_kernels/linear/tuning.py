@@ -103,7 +103,7 @@ def choose(compute_capability: str, shape: Shape) -> Tiling | MosaicTiling | Non
         for entry in _table()
         if (entry["compute_capability"], entry["kind"]) == (compute_capability, shape.kind)
     ]
-    if shape.kind == "normed" and shape.num_tokens > 1:
+    if shape.kind == "normed" and (shape.num_tokens > 1 or shape.dtype != "bfloat16" or not known):
         return None
     if shape.num_tokens > MAX_TOKENS:
         return _choose_mosaic([entry for entry in known if "min_tokens" in entry], shape)

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from jaxserve.engine import precompile
+from jaxserve.engine import executables, precompile
 from jaxserve.engine.buckets import Bucket
 from jaxserve.engine.executables import ExecutableCache
 from jaxserve.engine.forward_batch import BatchLayout
@@ -14,8 +14,8 @@ from jaxserve.engine.precompile import Job, share_out
 from jaxserve.engine.programs import Compiler, ProgramKey, compile_programs
 from sharding import make_mesh
 
-LAYOUTS = tuple(BatchLayout(Bucket(n, min(n, 2)), max_blocks=2, block_size=8) for n in (1, 2, 4))
-NUM_PROGRAMS = 3 + 2 + 3
+LAYOUTS = tuple(BatchLayout(Bucket(n, min(n, 2)), max_blocks=2, block_size=8) for n in (1, 4))
+NUM_PROGRAMS = 2 + 1 + 3
 """Steps, steps of decode rows, log-probabilities."""
 
 
@@ -151,3 +151,37 @@ def test_an_error_leaves_the_other_programs(compiler, monkeypatch):
     with pytest.raises(RuntimeError, match="no"):
         compiler.compile(compiler.keys())
     assert len(lowered) < len(compiler.keys())
+
+
+def test_a_folder_that_cannot_be_written_is_not_compiled_into(
+    two_processes, job, compiler, lowered, monkeypatch, tmp_path, caplog
+):
+    monkeypatch.setattr(precompile.subprocess, "Popen", None)
+    (tmp_path / "executables").write_text("a file")
+    compile_all(compiler, job)
+    assert set(lowered) == set(compiler.keys())
+    assert "the next start compiles anew what cannot be kept" in caplog.text
+
+
+def test_a_process_that_cannot_start_is_done_without(
+    two_processes, job, compiler, monkeypatch, caplog
+):
+    def refuse(*args, **kwargs):
+        raise OSError("too many processes")
+
+    monkeypatch.setattr(precompile.subprocess, "Popen", refuse)
+    keys = compiler.keys()
+    with share_out(job, keys) as own:
+        assert own == keys[::2]
+    assert "compiling here what another process could not: too many processes" in caplog.text
+
+
+def test_starts_of_one_configuration_wait_for_each_other(compiler, monkeypatch, caplog):
+    monkeypatch.setattr(executables, "LOCK_S", 0.2)
+    with compiler.cache.locked() as first, compiler.cache.locked() as second:
+        assert (first, second) == (True, True)
+    assert "another start has held" in caplog.text
+    caplog.clear()
+    with compiler.cache.locked() as third:
+        assert third
+    assert not caplog.text

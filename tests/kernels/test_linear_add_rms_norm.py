@@ -85,11 +85,16 @@ def test_none_is_the_last_while_one_is_missing(by_triton, monkeypatch):
         assert arrived[:4].tolist() == left
 
 
-def test_a_single_token_only():
-    for num_tokens in range(1, tuning.MAX_TOKENS + 2):
-        shape = tuning.Shape("normed", num_tokens, 32, 32, "bfloat16")
-        fused = tuning.choose("none", shape) is not None
-        assert fused == (num_tokens == 1)
+def test_a_single_token_only_and_where_it_was_faster():
+    def fused(capability, num_tokens, in_size, dtype="bfloat16"):
+        shape = tuning.Shape("normed", num_tokens, 4096, in_size, dtype)
+        return tuning.choose(capability, shape) is not None
+
+    assert fused("9.0", 1, 14336)
+    assert not any(fused("9.0", n, 14336) for n in range(2, tuning.MAX_TOKENS + 2))
+    assert not fused("9.0", 1, 4096)
+    assert not fused("9.0", 1, 14336, "float32")
+    assert not fused("8.0", 1, 14336)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2])
