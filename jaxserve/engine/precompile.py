@@ -42,8 +42,10 @@ logger = logging.getLogger(__name__)
 PROGRAMS_EACH = 5
 """With fewer a process is not worth its own start."""
 CPUS_EACH = 2
+BYTES_EACH = 16 << 30
+"""Of what JAX may allocate on a device. Each process holds half a gigabyte of every GPU while it
+runs, outside of that."""
 MAX_PROCESSES = 6
-"""Each holds half a gigabyte of every GPU while it runs."""
 MAX_S = 300.0
 """How long this process waits for the others when it has compiled its own share."""
 
@@ -60,6 +62,8 @@ class Job:
     sizes: StateSizes
     max_logprobs: int
     compilation_cache_dir: str | None
+    device_bytes: int
+    """What the process that starts others may allocate on a device."""
     keys: tuple[ProgramKey, ...] = ()
 
     def run(self) -> None:
@@ -88,7 +92,8 @@ def share_out(job: Job, keys: Sequence[ProgramKey]) -> Iterator[Sequence[Program
     """The share of these programs that is left to this process. Those of others are in the cache
     at the end, or it is logged why not."""
     cpus = len(os.sched_getaffinity(0))
-    count = max(min(len(keys) // PROGRAMS_EACH, cpus // CPUS_EACH, MAX_PROCESSES), 1)
+    most = (len(keys) // PROGRAMS_EACH, cpus // CPUS_EACH, job.device_bytes // BYTES_EACH)
+    count = max(min(*most, MAX_PROCESSES), 1)
     with ExitStack() as stack:
         # By turns: neighbours are about as large.
         others = []

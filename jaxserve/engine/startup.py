@@ -212,6 +212,7 @@ def start(config: EngineConfig) -> EngineParts:
             sizes=sizes,
             max_logprobs=config.max_logprobs,
             compilation_cache_dir=jax.config.jax_compilation_cache_dir,
+            device_bytes=device.memory_stats()["bytes_limit"] if on_gpu else 0,
         )
         return compile_programs(compiler, functools.partial(share_out, job))
 

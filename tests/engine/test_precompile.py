@@ -38,6 +38,7 @@ def job(tmp_path, tiny_definition, tiny_sizes):
         sizes=tiny_sizes,
         max_logprobs=5,
         compilation_cache_dir=str(tmp_path),
+        device_bytes=3 * precompile.BYTES_EACH,
     )
 
 
@@ -95,6 +96,13 @@ def test_few_programs_are_not_worth_a_process(job, compiler, monkeypatch):
     keys = compiler.keys()[: 2 * precompile.PROGRAMS_EACH - 1]
     with share_out(job, keys) as own:
         assert own == keys
+
+
+def test_a_small_gpu_has_no_room_for_a_process(two_processes, job, compiler, monkeypatch):
+    monkeypatch.setattr(precompile.subprocess, "Popen", None)
+    job = dataclasses.replace(job, device_bytes=2 * precompile.BYTES_EACH - 1)
+    with share_out(job, compiler.keys()) as own:
+        assert own == compiler.keys()
 
 
 def test_a_process_ends_with_the_start(two_processes, job, compiler, monkeypatch):
