@@ -128,9 +128,12 @@ class ExecutableCache:
                 raise
 
     def _prune(self) -> None:
-        """Remove what was used longest ago, down to MAX_BYTES. Other processes may do the same."""
+        """Remove what was used longest ago, down to MAX_BYTES, and what ended processes have left
+        half written likewise. Other processes may do the same."""
         found = []
-        for path in self._folder.glob("*.pickle"):
+        for path in self._folder.iterdir():
+            if path.suffix == ".lock":
+                continue
             with suppress(FileNotFoundError):
                 status = path.stat()
                 found.append((status.st_mtime_ns, status.st_size, path))

@@ -1,6 +1,7 @@
 """Executables on disk: found again, told apart, and made anew where the file is no good."""
 
 import dataclasses
+import os
 import random
 import subprocess
 import sys
@@ -161,11 +162,18 @@ def test_what_was_used_longest_ago_goes_first(tmp_path, compile_double, monkeypa
         time.sleep(0.02)  # file systems tell times apart from there on
         return compile_double.count > before
 
+    # Of a process that was ended while it wrote, and of one that compiles.
+    half_written, lock = tmp_path / "tmp1234", tmp_path / "it.lock"
+    for path in (half_written, lock):
+        path.write_bytes(b"half")
+        os.utime(path, (0, 0))
     assert [use(name) for name in "abc"] == [True] * 3
-    sizes = [path.stat().st_size for path in tmp_path.iterdir()]
+    sizes = [path.stat().st_size for path in tmp_path.glob("*.pickle")]
     monkeypatch.setattr(executables, "MAX_BYTES", sum(sizes) + max(sizes) // 2)
     assert [use(name) for name in "ad"] == [False, True]
-    assert len(list(tmp_path.iterdir())) == 3
+    assert len(list(tmp_path.glob("*.pickle"))) == 3
+    assert lock.exists()
+    assert not half_written.exists()
     assert [use(name) for name in "acdb"] == [False, False, False, True]
 
 
