@@ -2,7 +2,6 @@
 
 from typing import Literal
 
-from jax.lax import cond
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.sample_tokens import reference
@@ -29,8 +28,8 @@ def sample_tokens(
 
     A draw is the Gumbel-max trick with `jax.random.gumbel` of the row's key, so neither the row's
     place nor its batch matters. `impl`: "reference" is plain JAX; "triton", on an NVIDIA GPU, reads
-    the logits once, and again where a row's token may lie, but does as "reference" in a step in
-    which some row has top_p alone or a large top_k. Raises ValueError for another `impl`.
+    the logits once, and again where a row's token may lie: all of them for top_p alone or a top_k
+    of a thousand. Raises ValueError for another `impl`.
     """
     arrays = (logits, rows, state, token_masks)
     if impl == "reference":
@@ -40,8 +39,6 @@ def sample_tokens(
         # Imported here so that machines without a GPU need no triton.
         from pallas_kernels.sample_tokens import triton_kernel, triton_note
 
-        token_ids = cond(
-            triton_kernel.takes(rows), triton_kernel.choose_tokens, reference.choose_tokens, *arrays
-        )
+        token_ids = triton_kernel.choose_tokens(*arrays)
         return token_ids, triton_note.note_tokens(token_ids, rows, state)
     raise ValueError(f"impl={impl!r} is unknown: choose 'reference' or 'triton'")

@@ -6,13 +6,14 @@ row's token: the k-th highest maximum is no more than the k-th highest logit, so
 blocks that reach it; and no noise lifts a token by more than _MAX_NOISE, so an uncut draw lies that
 close to the best. `_draw` cuts what was gathered and draws.
 
-Rows whose cut may reach far into the vocabulary, those with top_p alone or a large top_k, would
-keep one program reading for long: `takes` tells, and such steps are the reference's.
+A row with top_p alone is drawn as if it were whole. `_draw` then adds up what is more likely than
+the drawn token: if that is less than top_p the token is the one that a draw from the nucleus would
+have given; if not, no less likely token is in the nucleus either, and it draws again from the rest.
 """
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.sample_tokens.arrays import SamplingRows, SlotState
 from pallas_kernels.sample_tokens.triton_random import gumbel
@@ -21,6 +22,7 @@ from pallas_kernels.sample_tokens.triton_rows import (
     GRAMMAR,
     KIND,
     MIN_P,
+    NUCLEUS,
     OTHER_BANS,
     RANDOM,
     SAMPLES,
@@ -55,18 +57,13 @@ GATHER_WARPS = 8
 MAX_PROGRAMS = 528
 """Of `_gather`, beyond one a row: four for each multiprocessor of the largest GPU."""
 MAX_SHARES = 32
-MAX_TOP_K = 128
-"""Of a row that one program gathers."""
+DRAW_TILE = 4096
+"""Tokens of a row with top_p alone that `_draw` reads at once."""
+DRAW_WARPS = 8
 
 _MAX_NOISE = tl.constexpr(16.0)
 """Over the highest Gumbel noise, -log(-log(1 - 2**-23)) = 15.95."""
 _KEEP_ALL = tl.constexpr(0xFFFFFFFF)
-
-
-def takes(rows: SamplingRows) -> Bool[Array, ""]:
-    """Whether these kernels are the fast way for every row."""
-    cut = rows.samples & (rows.temperature > 0) & ((rows.top_k > 0) | (rows.top_p < 1))
-    return ~jnp.any(cut & ((rows.top_k == 0) | (rows.top_k > MAX_TOP_K)))
 
 
 def choose_tokens(
@@ -95,8 +92,8 @@ def choose_tokens(
         "WORDS": num_words,
         "LENGTH": word_length,
         "NUM_BLOCKS": num_blocks,
-        "BLOCK": BLOCK,
     }
+    blocks_pad = triton.next_power_of_2(num_blocks)
 
     def array(dtype, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((num_rows, *shape), dtype)
@@ -109,6 +106,7 @@ def choose_tokens(
         grid=(triton.cdiv(num_blocks, TILE), num_rows),
         num_warps=SUMMARY_WARPS,
         backend_options={"maxnreg": SUMMARY_REGISTERS},
+        BLOCK=BLOCK,
         TILE=TILE,
         **sizes,
     )
@@ -128,12 +126,14 @@ def choose_tokens(
         ),
         grid=(num_rows, shares),
         num_warps=GATHER_WARPS,
+        BLOCK=BLOCK,
         TILE=GATHER_TILE,
-        BLOCKS_PAD=triton.next_power_of_2(num_blocks),
+        BLOCKS_PAD=blocks_pad,
         **sizes,
     )
     return jax_triton.triton_call(
-        params,
+        inputs,
+        maxima,
         jax.freeze(offers),
         scores,
         token_ids,
@@ -141,8 +141,10 @@ def choose_tokens(
         kernel=_draw,
         out_type=array(jnp.int32),
         grid=(num_rows,),
-        num_warps=4,
-        V=vocab_size,
+        num_warps=DRAW_WARPS,
+        TILE=DRAW_TILE,
+        BLOCKS_PAD=blocks_pad,
+        **sizes,
     )
 
 
@@ -200,7 +202,7 @@ def _gather(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The token of a row without top-k, or else the tokens that top-k may keep.
+    """The token of a row without a cut, or else the tokens that top-k may keep.
 
     Each round reads a list of blocks. The first of a row without a cut holds the block of the
     highest logit: a greedy row is done then, and a draw's second round, which the row's programs
@@ -217,15 +219,7 @@ def _gather(
         tl.store(num_gathered + row, 0)
     if (kind & SAMPLES != 0) & ((share == 0) | (random & (not cuts))):
         block = tl.arange(0, BLOCKS_PAD)
-        exists = block < NUM_BLOCKS
-        maxima += row * 2 * NUM_BLOCKS
-        highest = tl.load(maxima + block, mask=exists, other=float("-inf"))
-        top = tl.max(highest, axis=0)
-        if (top == float("-inf")) & (kind & GRAMMAR != 0) & (kind & OTHER_BANS != 0):
-            # A wrong text is worse than one that breaks another parameter's rule.
-            kind = kind & ~OTHER_BANS
-            highest = tl.load(maxima + NUM_BLOCKS + block, mask=exists, other=float("-inf"))
-            top = tl.max(highest, axis=0)
+        kind, highest, top = _maxima_of(maxima, row, kind, block, NUM_BLOCKS)
         best_block = tl.min(tl.where(highest == top, block, NUM_BLOCKS - 1), axis=0)
         top = tl.where(tl.abs(top) < float("inf"), top, 0.0)
         temperature = tl.where(random, number(inputs[1], row, TEMPERATURE), 1.0)
@@ -236,7 +230,7 @@ def _gather(
         cut = tl.full([], _KEEP_ALL, tl.uint32)
         if cuts:
             block_scores += row * NUM_BLOCKS
-            tl.store(block_scores + block, top_scores, mask=exists)
+            tl.store(block_scores + block, top_scores, mask=block < NUM_BLOCKS)
             tl.debug_barrier()
             top_k = integer(inputs[1], row, TOP_K)
             if top_k < NUM_BLOCKS:
@@ -299,8 +293,25 @@ def _gather(
 
 
 @triton.jit
-def _draw(params, offers, gathered, gathered_ids, num_gathered, chosen, V: tl.constexpr):
+def _draw(
+    inputs,
+    maxima,
+    offers,
+    gathered,
+    gathered_ids,
+    num_gathered,
+    chosen,
+    V: tl.constexpr,
+    MASK_WORDS: tl.constexpr,
+    WORDS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    BLOCKS_PAD: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """Draw from what top-k and top-p keep of the gathered tokens, or take the highest offer."""
+    sizes: tl.constexpr = (V, MASK_WORDS, WORDS, LENGTH)
+    params = inputs[1]
     row = tl.program_id(0).to(tl.int64)
     token = ~tl.load(offers + row * 2).to(tl.int32, bitcast=True)
     num = tl.load(num_gathered + row)
@@ -325,7 +336,66 @@ def _draw(params, offers, gathered, gathered_ids, num_gathered, chosen, V: tl.co
             kept = (place < num) & (order(scores) <= cut)
             noisy = tl.where(kept, scores + gumbel(key, ids), float("-inf"))
             best, token = better(best, token, noisy, ids, V)
+    kind = integer(params, row, KIND)
+    if kind & NUCLEUS != 0:
+        block = tl.arange(0, BLOCKS_PAD)
+        kind, _, top = _maxima_of(maxima, row, kind, block, NUM_BLOCKS)
+        token = _in_nucleus(token, row, kind, top, inputs, sizes, TILE)
     tl.store(chosen + row, token)
+
+
+@triton.jit
+def _in_nucleus(token, row, kind, top, inputs, sizes: tl.constexpr, TILE: tl.constexpr):
+    """The draw from the tokens that top-p keeps, `token` being that from all."""
+    V: tl.constexpr = sizes[0]
+    params = inputs[1]
+    top = tl.where(tl.abs(top) < float("inf"), top, 0.0)
+    temperature, min_p = number(params, row, TEMPERATURE), number(params, row, MIN_P)
+    top_p, key = number(params, row, TOP_P), row_key(params, row)
+    done = top_p >= 1
+    while not done:
+        drawn = token + tl.arange(0, 1)
+        x = shaped(drawn, drawn < V, row, kind, inputs, sizes)
+        drawn_order = tl.max(order(scores_of(x, top, temperature)), axis=0)
+        total = tl.zeros([TILE], tl.float32)
+        likelier = tl.zeros([TILE], tl.float32)
+        for start in range(0, V, TILE):
+            ids = start + tl.arange(0, TILE)
+            x = shaped(ids, ids < V, row, kind, inputs, sizes)
+            scores = scores_of(x, top, temperature)
+            weights = tl.exp(scores)
+            weights = tl.where((x > float("-inf")) & (weights >= min_p), weights, 0.0)
+            total += weights
+            likelier += tl.where(order(scores) < drawn_order, weights, 0.0)
+        done = tl.sum(likelier, axis=0) < top_p * tl.sum(total, axis=0)
+        if not done:
+            best = tl.full([], float("-inf"), tl.float32)
+            token = tl.zeros([], tl.int32)
+            for start in range(0, V, TILE):
+                ids = start + tl.arange(0, TILE)
+                x = shaped(ids, ids < V, row, kind, inputs, sizes)
+                scores = scores_of(x, top, temperature)
+                keep = (x > float("-inf")) & (tl.exp(scores) >= min_p)
+                keep = keep & (order(scores) < drawn_order)
+                noisy = tl.where(keep, scores + gumbel(key, ids), float("-inf"))
+                best, token = better(best, token, noisy, ids, V)
+            done = best == float("-inf")
+    return token
+
+
+@triton.jit
+def _maxima_of(maxima, row, kind, block, NUM_BLOCKS: tl.constexpr):
+    """(what the row asks for, the highest logit of each block, the highest of all)."""
+    exists = block < NUM_BLOCKS
+    maxima += row * 2 * NUM_BLOCKS
+    highest = tl.load(maxima + block, mask=exists, other=float("-inf"))
+    top = tl.max(highest, axis=0)
+    if (top == float("-inf")) & (kind & GRAMMAR != 0) & (kind & OTHER_BANS != 0):
+        # A wrong text is worse than one that breaks another parameter's rule.
+        kind = kind & ~OTHER_BANS
+        highest = tl.load(maxima + NUM_BLOCKS + block, mask=exists, other=float("-inf"))
+        top = tl.max(highest, axis=0)
+    return kind, highest, top
 
 
 @triton.jit

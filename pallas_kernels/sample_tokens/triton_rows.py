@@ -26,6 +26,9 @@ GRAMMAR = tl.constexpr(32)
 _REPETITION = tl.constexpr(64)
 _COUNTED = tl.constexpr(128)
 CUT = tl.constexpr(256)
+"""By top-k, and maybe by top-p as well."""
+NUCLEUS = tl.constexpr(512)
+"""By top-p alone."""
 OTHER_BANS = tl.constexpr(4 | 8 | 16)
 
 # Where a row's parameters lie.
@@ -53,7 +56,6 @@ _WORD_BITS = tl.constexpr(MASK_WORD_BITS)
 def pack(rows: SamplingRows) -> Int32[Array, "B params"]:
     """A row's parameters side by side."""
     random = rows.temperature > 0
-    cut = random & (rows.top_k > 0)
     asked = (
         (SAMPLES, rows.samples),
         (RANDOM, random),
@@ -63,7 +65,8 @@ def pack(rows: SamplingRows) -> Int32[Array, "B params"]:
         (GRAMMAR, rows.has_grammar),
         (_REPETITION, rows.repetition_penalty != 1),
         (_COUNTED, (rows.presence_penalty != 0) | (rows.frequency_penalty != 0)),
-        (CUT, cut),
+        (CUT, random & (rows.top_k > 0)),
+        (NUCLEUS, rows.samples & random & (rows.top_k == 0) & (rows.top_p < 1)),
     )
     columns = (
         rows.slots,

@@ -8,7 +8,6 @@ last one kept are kept too.
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -28,13 +27,7 @@ def _largest_key(
         holds = [below(cut + (jnp.uint32(digit) << shift)) for digit in range(1, 1 << DIGIT_BITS)]
         return cut + (sum(h.astype(jnp.uint32) for h in holds) << shift)
 
-    def search(unroll: bool) -> UInt32[Array, "B"]:
-        start = jnp.zeros(num_rows, jnp.uint32)
-        return jax.lax.fori_loop(0, NUM_ROUNDS, add_digit, start, unroll=unroll)
-
-    # A GPU can take the rounds into the step's one graph, but not a loop. A CPU gains nothing
-    # from unrolling but a longer compilation.
-    return jax.lax.platform_dependent(cpu=partial(search, False), default=partial(search, True))
+    return jax.lax.fori_loop(0, NUM_ROUNDS, add_digit, jnp.zeros(num_rows, jnp.uint32))
 
 
 def _keys(scores: Float32[Array, "B V"]) -> UInt32[Array, "B V"]:

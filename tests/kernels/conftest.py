@@ -305,10 +305,8 @@ def _jitted(impl):
 
 def _interpret_triton(monkeypatch):
     from pallas_kernels.paged_attention import gpu, triton_kernel
-    from pallas_kernels.sample_tokens import dispatch as sampling
 
     # The interpreter needs concrete arrays: no jit, and no conditions in a program.
-    monkeypatch.setattr(sampling, "cond", lambda a, yes, no, *xs: yes(*xs) if a else no(*xs))
     monkeypatch.setattr(gpu, "paged_attention", gpu.paged_attention.__wrapped__)
     monkeypatch.setattr(triton_kernel.jax_triton, "triton_call", _interpret)
 

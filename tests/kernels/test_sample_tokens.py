@@ -49,16 +49,17 @@ KINDS = [
     {"top_k": 50, "top_p": 0.9, **PENALTIES},
     {"top_k": 50, "top_p": 0.4, "temperature": 4.0, **BANS, "has_grammar": True},
     {"top_k": 128, "top_p": 1e-30},
+    {"top_k": 150, "temperature": 9.0},
+    {"top_k": 2**31 - 1},
+    {"top_k": 2**31 - 1, "top_p": 0.8},
+    {"top_p": 0.9},
+    {"top_p": 0.3, "temperature": 2.0},
+    {"top_p": 1e-30},
+    {"top_p": 0.7, "min_p": 0.001},
+    {"top_p": 0.5, "temperature": 5.0, **PENALTIES, **BANS, "has_grammar": True},
     {"samples": False, "top_k": 5, **PENALTIES},
     {"samples": False, "top_p": 0.5},
 ]
-FAR_KINDS = [
-    {"min_p": 0.001, "top_p": 0.7},
-    {"top_k": 150, "temperature": 9.0},
-    {"top_k": 2**31 - 1},
-    {"top_p": 0.3},
-]
-"""Whose cuts may reach far: steps with such rows are the reference's."""
 
 
 def make_rows(kinds: list[dict]) -> SamplingRows:
@@ -154,16 +155,15 @@ def test_every_kind_of_row(by_triton, vocab_size, scale):
     )
 
 
-@pytest.mark.parametrize("kind", FAR_KINDS)
-def test_a_row_whose_cut_may_reach_far(by_triton, kind):
-    from pallas_kernels.sample_tokens import triton_kernel
-
-    kinds, vocab_size = [KINDS[0], kind, KINDS[-1]], 300
-    rows = make_rows(kinds)
-    assert not triton_kernel.takes(rows)
-    assert triton_kernel.takes(make_rows(KINDS))
-    logits = jnp.asarray(make_logits(3, vocab_size, 1.0))
-    check(by_triton, logits, rows, make_state(5, vocab_size), make_masks(3, vocab_size))
+def test_a_nucleus_is_drawn_from_as_often_as_its_tokens_are_likely(by_triton):
+    """Where the first draw is often outside."""
+    num, vocab_size = 64, 300
+    rows = make_rows([{"top_p": 0.2}] * num)
+    arguments = rows, make_state(num + 2, vocab_size), make_masks(num, vocab_size)
+    logits = make_logits(num, vocab_size, 0.1)
+    found = check(by_triton, jnp.asarray(logits), *arguments)
+    ranks = (logits > np.take_along_axis(logits, found[:, None], axis=1)).sum(1)
+    assert len(set(ranks.tolist())) > 16
 
 
 def test_ties(by_triton):
