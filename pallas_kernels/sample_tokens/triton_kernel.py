@@ -354,9 +354,9 @@ def _in_nucleus(token, row, kind, top, inputs, sizes: tl.constexpr, TILE: tl.con
     top_p, key = number(params, row, TOP_P), row_key(params, row)
     done = top_p >= 1
     while not done:
-        drawn = token + tl.arange(0, 1)
-        x = shaped(drawn, drawn < V, row, kind, inputs, sizes)
-        drawn_order = tl.max(order(scores_of(x, top, temperature)), axis=0)
+        drawn_id = token + tl.arange(0, 1)
+        drawn = shaped(drawn_id, drawn_id < V, row, kind, inputs, sizes)
+        drawn_order = tl.max(order(scores_of(drawn, top, temperature)), axis=0)
         total = tl.zeros([TILE], tl.float32)
         likelier = tl.zeros([TILE], tl.float32)
         for start in range(0, V, TILE):

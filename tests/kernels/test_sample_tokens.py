@@ -157,13 +157,13 @@ def test_every_kind_of_row(by_triton, vocab_size, scale):
 
 def test_a_nucleus_is_drawn_from_as_often_as_its_tokens_are_likely(by_triton):
     """Where the first draw is often outside."""
-    num, vocab_size = 64, 300
+    num, vocab_size = 16, 300
     rows = make_rows([{"top_p": 0.2}] * num)
     arguments = rows, make_state(num + 2, vocab_size), make_masks(num, vocab_size)
     logits = make_logits(num, vocab_size, 0.1)
     found = check(by_triton, jnp.asarray(logits), *arguments)
     ranks = (logits > np.take_along_axis(logits, found[:, None], axis=1)).sum(1)
-    assert len(set(ranks.tolist())) > 16
+    assert len(set(ranks.tolist())) > 8
 
 
 def test_ties(by_triton):
