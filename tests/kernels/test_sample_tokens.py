@@ -157,8 +157,8 @@ def test_every_kind_of_row(by_triton, vocab_size, scale):
 
 def test_a_nucleus_is_drawn_from_as_often_as_its_tokens_are_likely(by_triton):
     """Where the first draw is often outside."""
-    num, vocab_size = 16, 300
-    rows = make_rows([{"top_p": 0.2}] * num)
+    num, vocab_size = 20, 300
+    rows = make_rows([{"top_p": 0.2}] * 16 + [{"top_p": 0.3, "min_p": 0.8}] * 4)
     arguments = rows, make_state(num + 2, vocab_size), make_masks(num, vocab_size)
     logits = make_logits(num, vocab_size, 0.1)
     found = check(by_triton, jnp.asarray(logits), *arguments)
