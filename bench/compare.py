@@ -9,10 +9,11 @@ weights (`bench/check_logits.py`). The file has that, every record, the ceilings
 same session, the floors, and for each pair of engines the ratios turn by turn and their median; a
 turn that either engine flagged (two passes over 15% apart) takes no part in it. It is written after
 each engine's turn, and a further call with the same --session goes on with it, from the first turn
-that lacks an engine.
+that lacks something, with what it lacks.
 """
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -230,15 +231,16 @@ def main() -> int:
             "command": describe()["command"],
             "requests": write_requests(args, folder),
         }
-        for name in ("workloads", "dtype", "batch_sizes", "input_len", "output_len", "profile",
+        for name in ("dtype", "batch_sizes", "input_len", "output_len", "profile",
                      "max_num_seqs", "max_model_len", "warm_up_s", "seed"):  # fmt: skip
             job[name] = getattr(args, name)
-        done = {(record["turn"], record["engine"]) for record in result["records"]}
-        missing = ((turn, name) for turn in itertools.count() for name in args.engines)
-        first = next(turn for turn, name in missing if (turn, name) not in done)
+        missing = functools.partial(missing_workloads, result["records"], args.workloads)
+        turns = ((turn, name) for turn in itertools.count() for name in args.engines)
+        first = next(turn for turn, name in turns if missing(turn, name))
         longest_s: dict[str, float] = {}
         for turn, engine in turns_of(args.engines, first, args.turns):
-            if (turn, engine) in done:
+            workloads = missing(turn, engine)
+            if not workloads:
                 continue
             needed_s = longest_s.get(engine, 0)
             if args.time_limit_s and time.monotonic() - begin + needed_s > args.time_limit_s:
@@ -248,6 +250,7 @@ def main() -> int:
             options = options_of(engine, args.option)
             own = {name: options.pop(name) for name in list(options) if name in job}
             todo = job | own | {"engine": engine, "turn": turn, "engine_options": options}
+            todo["workloads"] = workloads
             result["records"] += run_turn(args, engine, todo, folder)
             longest_s[engine] = max(longest_s.get(engine, 0), time.monotonic() - started)
             result["ratios"] = ratios_of(result["records"])
@@ -257,6 +260,14 @@ def main() -> int:
     print(path)
     wanted = args.turns * len(args.engines) * len(args.workloads)
     return int(sum(record["turn"] >= first for record in result["records"]) < wanted)
+
+
+def missing_workloads(
+    records: list[dict[str, Any]], workloads: list[str], turn: int, engine: str
+) -> list[str]:
+    """What an engine has yet to do in a turn: all, or what its process did not live to do."""
+    done = {r["workload"] for r in records if (r["turn"], r["engine"]) == (turn, engine)}
+    return [workload for workload in workloads if workload not in done]
 
 
 def turns_of(engines: list[str], first: int, number: int) -> Iterator[tuple[int, str]]:

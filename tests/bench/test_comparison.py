@@ -1,5 +1,6 @@
 """Ratios of engines that took turns, and the table and plots made from them."""
 
+import functools
 import json
 import sys
 from types import SimpleNamespace
@@ -53,6 +54,17 @@ def test_engines_keep_their_packages_apart(script, monkeypatch):
     assert "/callers" not in paths
     assert theirs_kw["env"]["VLLM_USE_V2_MODEL_RUNNER"] == "1"
     assert (ours[0][0], theirs[0][0]) == (sys.executable, "/python")
+
+
+def test_a_turn_is_gone_on_with(script):
+    """From the first workload that an engine lacks."""
+    records = [record("jaxserve", 0), record("jaxserve", 0, "decode"), record("vllm", 0)]
+    missing = functools.partial(
+        script("bench", "compare").missing_workloads, records, ["decode", "8x8"]
+    )
+    assert missing(0, "jaxserve") == []
+    assert missing(0, "vllm") == ["decode"]
+    assert missing(1, "jaxserve") == ["decode", "8x8"]
 
 
 def test_ratios_are_medians_of_good_turns(script, records):
