@@ -12,13 +12,20 @@ from pallas_kernels.linear.mosaic_kernel import Tiles
 CUTS = [
     tuning.Tiling(16, 256, 4, 4), tuning.Tiling(16, 256, 4, 6), tuning.Tiling(16, 512, 4, 3),
     tuning.Tiling(32, 128, 4, 4), tuning.Tiling(32, 256, 4, 3), tuning.Tiling(64, 128, 4, 4),
-    tuning.Tiling(64, 64, 4, 5), tuning.Tiling(128, 64, 4, 4),
+    tuning.Tiling(64, 64, 4, 5), tuning.Tiling(128, 64, 4, 4), tuning.Tiling(64, 128, 4, 3),
+    tuning.Tiling(32, 256, 8, 3), tuning.Tiling(64, 128, 8, 4), tuning.Tiling(64, 128, 8, 3),
+    tuning.Tiling(128, 64, 8, 4), tuning.Tiling(32, 256, 4, 4), tuning.Tiling(32, 256, 4, 6),
 ]  # fmt: skip
 PARTS_CUTS = [
     tuning.Tiling(16, 256, 4, 4),
     tuning.Tiling(32, 128, 4, 4),
     tuning.Tiling(32, 256, 4, 3),
     tuning.Tiling(64, 128, 4, 3),
+    tuning.Tiling(64, 128, 4, 4),
+    tuning.Tiling(64, 128, 8, 4),
+    tuning.Tiling(64, 128, 4, 6),
+    tuning.Tiling(32, 256, 4, 6),
+    tuning.Tiling(128, 64, 4, 4),
 ]
 NORMED_CUTS = [
     tuning.Tiling(16, 256, 4, 4), tuning.Tiling(16, 256, 4, 6), tuning.Tiling(16, 512, 4, 4),
