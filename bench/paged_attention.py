@@ -34,7 +34,7 @@ from jaxserve.bench.profile import trace
 from jaxserve.bench.timing import FLAG_OVER, spread_of
 from pallas_kernels.paged_attention import gpu, paged_attention, tuning
 
-KERNELS = ("_attend", "paged_prefill")
+KERNELS = ("_attend", "paged_decode", "paged_prefill")
 WARM_UP_S = 0.3
 ROTATED_BYTES = 400e6
 MOSAIC_WORK = {128: 2048 * 8, 64: 4096 * 8}
@@ -254,8 +254,7 @@ def measure(output: Path, only: str) -> None:
         if only not in work.name:
             continue
         timer = Timer(work)
-        only_decode = work.num_decode == len(work.rows)
-        for impl in ("triton",) if only_decode else ("triton", "mosaic"):
+        for impl in ("triton", "mosaic"):
             choice = tuning.choose(impl, device.compute_capability, shape_of(work))
             row = {"impl": impl, **figures(work, timer.seconds(choice), ceilings)}
             print(json.dumps(row), flush=True)

@@ -4,6 +4,7 @@ Execution takes them from a table by bucket and compiles nothing: a shape that i
 is a KeyError, not a new compilation.
 """
 
+import math
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -162,14 +163,21 @@ class Compiler:
     sizes: StateSizes
     max_logprobs: int
     cache: ExecutableCache
+    max_decode_rows: int | None = None
+    """Buckets of more rows get no program of several steps."""
 
     def keys(self) -> list[ProgramKey]:
         """Of all programs. The largest takes longest: first."""
         buckets = list(reversed(self.layouts))
-        decode = [bucket for bucket in buckets if bucket.num_rows == bucket.num_tokens]
+        most = math.inf if self.max_decode_rows is None else self.max_decode_rows
+        decode = [
+            bucket
+            for bucket in buckets
+            if bucket.num_rows == bucket.num_tokens <= most and self.sizes.max_num_steps > 1
+        ]
         return [
             *(ProgramKey("step", bucket) for bucket in buckets),
-            *(ProgramKey("decode_step", b) for b in decode if self.sizes.max_num_steps > 1),
+            *(ProgramKey("decode_step", bucket) for bucket in decode),
             *(ProgramKey("logprobs", tile) for tile in LOGPROBS_TILES),
         ]
 

@@ -45,6 +45,8 @@ MAX_DISPATCH_S = 0.02
 """Decode steps are put in one dispatch where they take no longer than this together."""
 READ_BYTES_PER_S = 4.2e12
 """Of an H200's memory, as measured: on a slower GPU fewer batch sizes pass the test of warm-up."""
+PRODUCTS_PER_S = 4e14
+"""Of two bfloat16 values, by an H200, as measured."""
 TRIES = 3
 """The fastest counts: a GPU that was idle has yet to raise its clock."""
 
@@ -202,7 +204,9 @@ def start(config: EngineConfig) -> EngineParts:
 
     def compiled(num_blocks: int) -> Programs:
         sizes = sizes_of(num_blocks)
-        compiler = Compiler(definition, mesh, layouts, sizes, config.max_logprobs, cache)
+        compiler = Compiler(
+            definition, mesh, layouts, sizes, config.max_logprobs, cache, max_decode_rows
+        )
         job = Job(
             model_config=model_config,
             tensor_parallel_size=config.tensor_parallel_size,
@@ -220,6 +224,9 @@ def start(config: EngineConfig) -> EngineParts:
     steps_per_dispatch = config.num_scheduler_steps or (
         scheduler_steps(weight_bytes) if on_gpu else 1
     )
+    # Warm-up would drop the programs of more rows.
+    measured = on_gpu and config.num_scheduler_steps is None
+    max_decode_rows = decode_rows(weight_bytes, steps_per_dispatch) if measured else None
     state_bytes = bytes_beside_kv_cache(definition, sizes_of(0))
     scratch_bytes = _expected_scratch_bytes(definition, buckets[-1])
     # A cache that cannot fit is refused before anything is loaded.
@@ -230,8 +237,8 @@ def start(config: EngineConfig) -> EngineParts:
             loading.result()  # compiling takes all of a CPU; and a bad file is refused at once
         with phase("compile"):
             programs = compiled(num_blocks)
-            measured = on_gpu and config.kv_cache_memory_bytes is None
-            if measured and programs.temp_bytes > scratch_bytes:
+            sized = on_gpu and config.kv_cache_memory_bytes is None
+            if sized and programs.temp_bytes > scratch_bytes:
                 num_blocks -= -(-(programs.temp_bytes - scratch_bytes) // bytes_per_block)
                 programs = compiled(num_blocks)
         params = loading.result()
@@ -262,7 +269,7 @@ def start(config: EngineConfig) -> EngineParts:
         for steps in (programs.steps, programs.decode_steps):
             for bucket, step in steps.items():
                 jax.block_until_ready(launch(step, bucket))
-        if on_gpu and config.num_scheduler_steps is None:
+        if measured:
             # Several steps at once hide the host where a step is short; where it is long, they
             # would only hold up whoever arrives. The largest first: those below the first that is
             # short enough are shorter.
@@ -310,6 +317,12 @@ def scheduler_steps(weight_bytes: int) -> int:
     """How many decode steps, a power of two, fit into MAX_DISPATCH_S: each reads all weights."""
     longest = MAX_DISPATCH_S * READ_BYTES_PER_S / weight_bytes
     return min(1 << max(int(longest).bit_length() - 1, 0), MAX_SCHEDULER_STEPS)
+
+
+def decode_rows(weight_bytes: int, num_steps: int) -> int:
+    """How many rows so many decode steps may have if their products alone are to fit into
+    MAX_DISPATCH_S: each row multiplies with all weights, of two bytes."""
+    return int(MAX_DISPATCH_S * PRODUCTS_PER_S / (num_steps * weight_bytes / 2))
 
 
 def _expected_scratch_bytes(definition: ModelDefinition, largest: Bucket) -> int:

@@ -3,9 +3,10 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.paged_attention import mosaic_prefill, triton_kernel
+from pallas_kernels.paged_attention import mosaic_decode, mosaic_prefill, triton_kernel
 from pallas_kernels.paged_attention.tiles import aligned_query_tiles, context_pieces, query_tiles
 from pallas_kernels.paged_attention.tuning import Choice, MosaicTiling
 
@@ -46,16 +47,29 @@ def paged_attention(
     pieces = context_pieces(
         tiles, choice.cut, tile_k=choice.decode.tile_k, sliding_window=sliding_window
     )
-    out = triton_kernel.attend(
-        q,
-        kv_cache,
-        block_tables,
-        pieces,
-        counters,
-        jax.ShapeDtypeStruct(q.shape, q.dtype),
-        tiling=choice.decode,
-        **options,
-    )
+    if isinstance(choice.decode, MosaicTiling):
+        num_pieces = jnp.sum(pieces[:, 2:3] > 0, axis=0, dtype=jnp.int32)
+        out = mosaic_decode.attend(
+            q,
+            kv_cache,
+            block_tables,
+            pieces,
+            num_pieces,
+            counters,
+            tiling=choice.decode,
+            **options,
+        )
+    else:
+        out = triton_kernel.attend(
+            q,
+            kv_cache,
+            block_tables,
+            pieces,
+            counters,
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            tiling=choice.decode,
+            **options,
+        )
     if only_decode:
         return out
 

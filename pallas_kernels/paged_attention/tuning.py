@@ -20,6 +20,10 @@ _FULL_PROGRAMS = 128
 _CUT_PROGRAMS = 256
 _SHARES_PER_4_ROWS = 3
 MOSAIC_HEAD_DIMS = (64, 128)
+MOSAIC_DECODE_TILE = 64
+"""Keys of one step of `mosaic_decode`: the rows of a product."""
+MOSAIC_QUERIES = 16
+"""Heads of a query that share a kv head, in `mosaic_decode`."""
 
 
 # An entry also holds `min_work`, the fewest tokens times kv heads it is meant for.
@@ -60,7 +64,7 @@ class ContextCut:
 
 @dataclasses.dataclass(frozen=True)
 class MosaicTiling:
-    """How `mosaic_prefill` is cut."""
+    """How `mosaic_decode` or `mosaic_prefill` is cut."""
 
     tile_k: int
     """Positions of one tile of keys and of values."""
@@ -86,7 +90,7 @@ class Shape:
 class Choice:
     """The cut of one call: for rows of a single query, for the others, and for contexts."""
 
-    decode: TritonTiling
+    decode: TritonTiling | MosaicTiling
     prefill: TritonTiling | MosaicTiling
     cut: ContextCut
 
@@ -94,45 +98,47 @@ class Choice:
 def choose(impl: str, compute_capability: str, shape: Shape) -> Choice:
     """The fastest known cut for `shape` on a GPU of that compute capability, such as "9.0".
 
-    `impl` "triton" keeps to Triton; with "mosaic" prefill rows go to Mosaic GPU where that is
-    known to be faster.
+    `impl` "triton" keeps to Triton; with "mosaic" rows of either kind go to Mosaic GPU where that
+    is known to be faster.
     """
     row_bytes = _power_of_two(shape.head_dim) * (4 if shape.dtype == "float32" else 2)
     group = _power_of_two(shape.num_heads // shape.num_kv_heads)
     tile_k = min(max(_KV_TILE_BYTES // row_bytes, 16), 128)
 
-    decode = TritonTiling(max(group, 16), tile_k, num_warps=4, num_stages=3)
-    decode = dataclasses.replace(decode, **_tuned(compute_capability, "decode", "triton", shape))
-    cut = ContextCut(
-        few_rows=-(-_FULL_PROGRAMS // shape.num_kv_heads),
-        few_shares=max(_CUT_PROGRAMS // shape.num_kv_heads, 1),
-    )
+    def cut_of(rows: str, tiling: TritonTiling) -> TritonTiling | MosaicTiling:
+        if impl == "mosaic" and (tuned := _tuned(compute_capability, rows, "mosaic", shape)):
+            return MosaicTiling(**tuned)
+        tuned = _tuned(compute_capability, rows, "triton", shape)
+        return dataclasses.replace(tiling, **tuned)
 
-    if impl == "mosaic" and (tuned := _tuned(compute_capability, "prefill", "mosaic", shape)):
-        return Choice(decode, MosaicTiling(**tuned), cut)
     most_rows = 32 if shape.dtype == "float32" else 128
     tile_rows = max(min(2 * _KV_TILE_BYTES // row_bytes, most_rows), group, 16)
     prefill = TritonTiling(tile_rows, tile_k, num_warps=4 if tile_rows < 64 else 8, num_stages=2)
     return Choice(
-        decode,
-        dataclasses.replace(prefill, **_tuned(compute_capability, "prefill", "triton", shape)),
-        cut,
+        cut_of("decode", TritonTiling(max(group, 16), tile_k, num_warps=4, num_stages=3)),
+        cut_of("prefill", prefill),
+        ContextCut(
+            few_rows=-(-_FULL_PROGRAMS // shape.num_kv_heads),
+            few_shares=max(_CUT_PROGRAMS // shape.num_kv_heads, 1),
+        ),
     )
 
 
-def fits_mosaic(shape: Shape) -> bool:
-    """Whether `mosaic_prefill` can serve the shape at all."""
-    return (
-        shape.head_dim in MOSAIC_HEAD_DIMS
-        and shape.dtype == "bfloat16"
-        and shape.num_tokens >= 64
-        and shape.num_tokens % 8 == 0
-        and shape.block_size <= 128
-    )
+def fits_mosaic(rows: str, shape: Shape) -> bool:
+    """Whether `mosaic_decode` or `mosaic_prefill`, by the kind of `rows`, can serve the shape."""
+    if shape.head_dim not in MOSAIC_HEAD_DIMS or shape.dtype != "bfloat16":
+        return False
+    if rows == "prefill":
+        return shape.num_tokens >= 64 and shape.num_tokens % 8 == 0 and shape.block_size <= 128
+    # Each program that has it takes a second longer to compile: those of decode rows alone.
+    only_decode = shape.num_tokens <= shape.num_rows
+    queries = -(-shape.num_heads // (8 * shape.num_kv_heads)) * 8
+    fits = queries <= min(shape.num_tokens * shape.num_heads, MOSAIC_QUERIES)
+    return only_decode and fits and shape.block_size <= MOSAIC_DECODE_TILE
 
 
 def _tuned(compute_capability: str, rows: str, kernel: str, shape: Shape) -> dict[str, int]:
-    if kernel == "mosaic" and not fits_mosaic(shape):
+    if kernel == "mosaic" and not fits_mosaic(rows, shape):
         return {}
     wanted = (compute_capability, rows, kernel, shape.dtype, shape.head_dim)
     work = shape.num_tokens * shape.num_kv_heads

@@ -72,6 +72,16 @@ def compile_all(compiler: Compiler, job: Job) -> None:
     assert sum(len(by_key) for by_key in found) == NUM_PROGRAMS
 
 
+def test_few_rows_get_several_steps_in_a_program(compiler):
+    def rows(compiler):
+        return {key.of.num_rows for key in compiler.keys() if key.kind == "decode_step"}
+
+    every = rows(compiler)
+    assert rows(dataclasses.replace(compiler, max_decode_rows=max(every) - 1)) == every - {
+        max(every)
+    }
+
+
 def test_each_process_compiles_its_share(two_processes, job, compiler, lowered):
     compile_all(compiler, job)
     assert set(lowered) == set(compiler.keys()[::2])

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from jaxserve import LLM, SamplingParams
-from jaxserve.engine.startup import scheduler_steps
+from jaxserve.engine.startup import decode_rows, scheduler_steps
 from jaxserve.engine.state import bytes_beside_kv_cache, new_state
 from sharding import make_mesh
 
@@ -77,6 +77,10 @@ def test_bytes_beside_the_kv_cache(tiny_definition, tiny_sizes):
 
 def test_larger_models_take_fewer_steps_in_a_dispatch():
     assert [scheduler_steps(num * 10**9) for num in (1, 16, 140)] == [8, 4, 1]
+
+
+def test_larger_models_take_several_steps_of_fewer_rows():
+    assert [decode_rows(num * 10**9, 4) for num in (1, 16)] == [4000, 250]
 
 
 def test_too_long_for_the_model(tiny_folder):

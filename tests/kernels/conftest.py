@@ -15,7 +15,11 @@ import numpy as np
 import pytest
 
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.paged_attention.tiles import aligned_query_tiles
+from pallas_kernels.paged_attention.tiles import (
+    aligned_query_tiles,
+    context_pieces,
+    query_tiles,
+)
 from pallas_kernels.paged_attention.tuning import MosaicTiling
 
 HAS_GPU = jax.default_backend() == "gpu"
@@ -196,8 +200,60 @@ def attention_by_choice(request, monkeypatch):
 
 
 @pytest.fixture
-def mosaic_interpreted(monkeypatch):
-    """Paged attention whose rows all go to `mosaic_prefill`, in Pallas' GPU interpreter.
+def mosaic_prefill_interpreted(monkeypatch):
+    """Paged attention whose rows all go to `mosaic_prefill`, in Pallas' GPU interpreter."""
+    from pallas_kernels.paged_attention import mosaic_prefill
+
+    def attend(*arrays, counters, query_starts, context_lens, num_tokens, **options):
+        del counters
+        tiles, num_tiles = aligned_query_tiles(
+            query_starts, context_lens, 0, num_tokens=num_tokens, tile_q=mosaic_prefill.TILE_Q
+        )
+        q, *others = arrays
+        q = jnp.pad(q, ((0, -num_tokens % 8), (0, 0), (0, 0)))
+        out = jax.new_ref(jnp.full(q.shape, jnp.nan, q.dtype))
+        tiling = MosaicTiling(128, 2)
+        mosaic_prefill.attend(q, *others, tiles, num_tiles, out, tiling=tiling, **options)
+        return jax.freeze(out)
+
+    monkeypatch.setattr(mosaic_prefill, "_NUM_BLOCKS", 3)
+    return _mosaic_interpreted(monkeypatch, attend)
+
+
+@pytest.fixture
+def mosaic_decode_interpreted(monkeypatch):
+    """Gives paged attention whose queries go to `mosaic_decode` one by one, for a ContextCut, in
+    Pallas' GPU interpreter."""
+    from pallas_kernels.paged_attention import mosaic_decode
+
+    def count(counter, _):
+        before = counter[...]
+        counter[...] = before + 1
+        return before
+
+    def by_cut(cut):
+        def attend(*arrays, counters, query_starts, context_lens, num_tokens, **options):
+            tiles = query_tiles(
+                query_starts, context_lens, 0, len(context_lens) + 1,
+                num_tokens=num_tokens, tile_q=1, max_tiles=num_tokens,
+            )  # fmt: skip
+            window = options["sliding_window"]
+            pieces = context_pieces(tiles, cut, tile_k=64, sliding_window=window)
+            num_pieces = jnp.sum(pieces[:, 2:3] > 0, axis=0, dtype=jnp.int32)
+            tiling = MosaicTiling(64, 3)
+            return mosaic_decode.attend(
+                *arrays, pieces, num_pieces, counters, tiling=tiling, **options
+            )
+
+        return _mosaic_interpreted(monkeypatch, attend)
+
+    monkeypatch.setattr(mosaic_decode, "_NUM_SMS", 1)
+    monkeypatch.setattr(mosaic_decode, "_count", count)
+    return by_cut
+
+
+def _mosaic_interpreted(monkeypatch, attend):
+    """Paged attention by `attend`.
 
     The interpreter, of jax 0.11, knows neither stores to an accumulator nor products whose left
     side is in registers: both are put in terms of what it knows.
@@ -205,8 +261,6 @@ def mosaic_interpreted(monkeypatch):
     from jax._src.pallas.mosaic_gpu import primitives
     from jax._src.state import primitives as state
     from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    from pallas_kernels.paged_attention import mosaic_prefill
 
     wgmma = plgpu.wgmma
 
@@ -222,7 +276,6 @@ def mosaic_interpreted(monkeypatch):
 
     monkeypatch.setattr(primitives, "wgmma_accumulator_store", store)
     monkeypatch.setattr(plgpu, "wgmma", multiply)
-    monkeypatch.setattr(mosaic_prefill, "_NUM_BLOCKS", 3)
 
     def attention(
         q,
@@ -234,24 +287,15 @@ def mosaic_interpreted(monkeypatch):
         num_decode_rows,
         **options,
     ):
-        num_tokens = len(q)
-        tiles, num_tiles = aligned_query_tiles(
-            query_starts, context_lens, 0, num_tokens=num_tokens, tile_q=mosaic_prefill.TILE_Q
-        )
-        q = jnp.pad(q, ((0, -num_tokens % 8), (0, 0), (0, 0)))
-        out = jax.new_ref(jnp.full(q.shape, jnp.nan, q.dtype))
+        del num_decode_rows
+        batch = {
+            "query_starts": query_starts,
+            "context_lens": context_lens,
+            "num_tokens": len(q),
+        }
         with plgpu.force_gpu_interpret_mode():
-            mosaic_prefill.attend(
-                q,
-                kv_cache,
-                block_tables,
-                tiles,
-                num_tiles,
-                out,
-                tiling=MosaicTiling(128, 2),
-                **options,
-            )
-        return jax.freeze(out)[:num_tokens]
+            out = attend(q, kv_cache, block_tables, counters=counters, **batch, **options)
+        return out[: len(q)]
 
     return attention
 

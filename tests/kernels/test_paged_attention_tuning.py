@@ -24,8 +24,10 @@ CUTS = {
     "contexts whole": Choice(DECODE, PREFILL, shares(1)),
     "contexts in 4 shares": Choice(DECODE, TritonTiling(64, 32, 4, 2), shares(4)),
     "a piece for each step": Choice(DECODE, TritonTiling(128, 32, 8, 2), shares(64)),
-    "mosaic": Choice(DECODE, MosaicTiling(128, 2), shares(4)),
-    "mosaic, small tiles": Choice(DECODE, MosaicTiling(64, 3), shares(4)),
+    "mosaic prefill": Choice(DECODE, MosaicTiling(128, 2), shares(4)),
+    "mosaic prefill, small tiles": Choice(DECODE, MosaicTiling(64, 3), shares(4)),
+    "mosaic decode": Choice(MosaicTiling(64, 3), PREFILL, shares(4)),
+    "mosaic decode, a piece for each step": Choice(MosaicTiling(64, 2), PREFILL, shares(64)),
 }
 # Contexts of several tiles of keys; rows that share a tile of queries, fill one, or span several.
 LONG_ROWS = [(1, 1), (1, 64), (1, 317), (5, 5), (64, 128), (70, 300), (137, 137), (30, 270)]
@@ -36,9 +38,9 @@ LONG_ROWS = [(1, 1), (1, 64), (1, 317), (5, 5), (64, 128), (70, 300), (137, 137)
     ("name", "dtype"),
     [
         (name, dtype)
-        for name, choice in CUTS.items()
+        for name in CUTS
         for dtype in ("float32", "bfloat16")
-        if dtype == "bfloat16" or isinstance(choice.prefill, TritonTiling)  # Mosaic's one dtype
+        if dtype == "bfloat16" or "mosaic" not in name  # its one dtype
     ],
 )
 def test_cuts(make_case, attention_by_choice, name, window, dtype):
@@ -169,7 +171,7 @@ def test_which_contexts_are_cut():
 
 
 @pytest.mark.parametrize("window", [None, 20])
-def test_mosaic_prefill_interpreted(make_case, mosaic_interpreted, window):
+def test_mosaic_prefill_interpreted(make_case, mosaic_prefill_interpreted, window):
     case = make_case(
         [(40, 40), (1, 70), (17, 200), (90, 150)],
         heads=(3, 1),
@@ -180,7 +182,28 @@ def test_mosaic_prefill_interpreted(make_case, mosaic_interpreted, window):
         padding_rows=1,
         padding_tokens=4,
     )
-    case.check(case.run(mosaic_interpreted))
+    case.check(case.run(mosaic_prefill_interpreted))
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "window", "num_shares"),
+    [((4, 1), 64, None, 1), ((7, 1), 64, 100, 5), ((16, 2), 128, None, 9), ((12, 1), 64, 20, 4)],
+)
+def test_mosaic_decode_interpreted(
+    make_case, mosaic_decode_interpreted, heads, head_dim, window, num_shares
+):
+    case = make_case(
+        [(1, 1), (1, 64), (3, 200), (1, 130), (1, 63)],
+        heads=heads,
+        head_dim=head_dim,
+        block_size=64 if window is None else 16,
+        dtype="bfloat16",
+        window=window,
+        padding_rows=1,
+        padding_tokens=2,
+        needles=window is None,
+    )
+    case.check(case.run(mosaic_decode_interpreted(shares(num_shares))))
 
 
 def test_aligned_tiles_hold_each_query_once():
@@ -205,6 +228,23 @@ def test_aligned_tiles_hold_each_query_once():
                 assert position + query - start == context - end + query
                 seen.append(query)
         assert seen == list(range(starts[first_row], num_tokens))
+
+
+def test_choices_for_decode():
+    shape = tuning.Shape(64, 64, 32, 8, 128, 16, 32, "bfloat16")
+    assert isinstance(tuning.choose("mosaic", "9.0", shape).decode, MosaicTiling)
+    for impl, capability, change in [
+        ("triton", "9.0", {}),
+        ("mosaic", "8.9", {}),
+        ("mosaic", "9.0", {"dtype": "float32"}),
+        ("mosaic", "9.0", {"head_dim": 80}),
+        ("mosaic", "9.0", {"num_tokens": 72}),
+        ("mosaic", "9.0", {"block_size": 128}),
+        ("mosaic", "9.0", {"num_heads": 17 * 8}),
+        ("mosaic", "9.0", {"num_heads": 4, "num_kv_heads": 1, "num_tokens": 1, "num_rows": 1}),
+    ]:
+        choice = tuning.choose(impl, capability, dataclasses.replace(shape, **change))
+        assert isinstance(choice.decode, TritonTiling)
 
 
 def test_choices():
