@@ -21,7 +21,7 @@ FROM_SLOT = -1
 """As a token id: take the token that this row's slot sampled last."""
 
 
-_ALIGNMENT = 32
+_ALIGNMENT = 64
 """Elements; 128 bytes."""
 
 
@@ -107,7 +107,7 @@ class BatchLayout:
         """(rows, elements from row to row, shape) of each part in order.
 
         Parts, and the columns that are read one by one, begin at multiples of _ALIGNMENT: XLA
-        hands a kernel a slice where it lies, and Triton's pointers must be multiples of 16 bytes.
+        hands a kernel a slice where it lies, and Mosaic's pointers must be multiples of 256 bytes.
         """
         t, b = self.bucket.num_tokens, self.bucket.num_rows
         parts = [

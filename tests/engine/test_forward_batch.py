@@ -147,12 +147,12 @@ def test_buckets_have_no_gaps():
 
 
 def test_parts_lie_where_a_kernel_can_read_them():
-    """Each part that a kernel may be handed as it lies begins at a multiple of 16 bytes."""
+    """Each part that a kernel may be handed as it lies begins at a multiple of 256 bytes."""
     for num_tokens, num_rows in ((1, 1), (3, 3), (37, 5), (2048, 256)):
         layout = BatchLayout(Bucket(num_tokens, num_rows), max_blocks=7, block_size=16)
         packed = np.arange(layout.size, dtype=np.int32)
         *parts, columns, block_tables = layout.split(packed)
         for part in (*parts, *columns, block_tables):
-            assert part.reshape(-1)[0] * 4 % 16 == 0
+            assert part.reshape(-1)[0] * 4 % 256 == 0
         flat = np.concatenate([part.reshape(-1) for part in (*parts, columns, block_tables)])
         assert len(set(flat.tolist())) == flat.size
