@@ -37,7 +37,7 @@ from pallas_kernels.paged_attention import gpu, paged_attention, tuning
 KERNELS = ("_attend", "paged_decode", "paged_prefill")
 WARM_UP_S = 0.3
 ROTATED_BYTES = 400e6
-MOSAIC_WORK = {128: 2048 * 8, 64: 4096 * 8}
+MOSAIC_PREFILL_WORK = {128: 2048 * 8, 64: 4096 * 8}
 """By head size, the tokens times kv heads from which on Mosaic is to be taken: with fewer a step
 gains too little for the seconds that each start compiles it."""
 
@@ -282,15 +282,20 @@ def tune() -> None:
         {"tile_rows": 128, "tile_k": k, "num_warps": 8, "num_stages": n}
         for k, n in ((64, 3), (128, 2))
     ]
-    mosaic_cuts = [{"tile_k": 128, "num_stages": 2}] if capability == "9.0" else []
+    mosaic_decode_cuts = [{"tile_k": tuning.MOSAIC_DECODE_TILE, "num_stages": n} for n in (2, 3, 5)]
+    mosaic_prefill_cuts = [{"tile_k": 128, "num_stages": 2}]
     for heads in (LLAMA_8B, QWEN_05B):
         for min_work, batches in ((0, (1, 16)), (256, (128, 256))):
             timers = [Timer(decode(b, 1024, heads, 16)) for b in batches]
             save(_fastest(timers, "decode", "triton", min_work, decode_cuts))
+        if capability == "9.0":
+            # For batches of any size: it is faster for all that were timed.
+            save(_fastest(timers, "decode", "mosaic", 0, mosaic_decode_cuts))
         timers = [Timer(prefill(4096, heads, 64))]
         save(_fastest(timers, "prefill", "triton", 0, prefill_cuts))
-        if mosaic_cuts:
-            save(_fastest(timers, "prefill", "mosaic", MOSAIC_WORK[heads[2]], mosaic_cuts))
+        if capability == "9.0":
+            min_work = MOSAIC_PREFILL_WORK[heads[2]]
+            save(_fastest(timers, "prefill", "mosaic", min_work, mosaic_prefill_cuts))
 
 
 def _fastest(timers: list[Timer], rows: str, kernel: str, min_work: int, cuts: list[dict]) -> dict:

@@ -22,7 +22,7 @@ FROM_SLOT = -1
 
 
 _ALIGNMENT = 64
-"""Elements; 128 bytes."""
+"""Elements; 256 bytes."""
 
 
 class Column(IntEnum):

@@ -25,7 +25,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.paged_attention.tuning import MosaicTiling
+from pallas_kernels.paged_attention.tuning import MOSAIC_QUERIES, MosaicTiling
 
 _NUM_SMS = 132
 _SMEM_BYTES = 228 * 1024
@@ -34,7 +34,9 @@ _MORE_SMEM_BYTES = 3 * 1024
 _LOG2E = math.log2(math.e)
 # A finite stand-in for minus infinity, so that what sees nothing yet stays free of NaN.
 _NEVER = -1e30
-_COLUMNS = plgpu.Layout.WGMMA.reduce(0)
+_COLUMNS = MOSAIC_QUERIES
+_ROW = plgpu.Layout.WGMMA.reduce(0)
+"""The layout of a value for each column."""
 
 
 def attend(
@@ -54,9 +56,7 @@ def attend(
     num_tokens, num_heads, head_dim = q.shape
     cache_blocks, num_kv_heads, _, block_size, _ = kv_cache.shape
     num_stages, tile_k = tiling.num_stages, tiling.tile_k
-    group = num_heads // num_kv_heads
-    columns = -(-group // 8) * 8
-    values = head_dim * (2 * num_stages * tile_k + 4 * columns) + columns * tile_k
+    values = head_dim * (2 * num_stages * tile_k + 4 * _COLUMNS) + _COLUMNS * tile_k
     num_blocks = _NUM_SMS * (_SMEM_BYTES // (values * q.dtype.itemsize + _MORE_SMEM_BYTES))
     # One axis of pages and one of query heads, so that a copy's index is one number.
     pages = kv_cache.reshape(cache_blocks * num_kv_heads * 2, block_size, head_dim)
@@ -64,7 +64,7 @@ def attend(
 
     def paged_decode(*refs):
         def run(*scratch):
-            block = _Block(*refs, *scratch, tiling, num_blocks, group, scale * _LOG2E, sliding_window)
+            block = _Block(*refs, *scratch, tiling, num_blocks, scale * _LOG2E, sliding_window)
             wg = lax.axis_index("wg")
             pl.when(wg == 0)(block.compute)
             pl.when(wg == 1)(block.fetch)
@@ -74,10 +74,10 @@ def attend(
         kv_ready = plgpu.Barrier(num_arrivals=tile_k // block_size, num_barriers=num_stages)
         pl.run_scoped(
             run,
-            plgpu.SMEM((2, columns, head_dim), q.dtype),
-            plgpu.SMEM((columns, head_dim), q.dtype, transforms=swizzled),
-            plgpu.SMEM((columns, tile_k), q.dtype, transforms=swizzled),
-            plgpu.SMEM((columns, head_dim), q.dtype),
+            plgpu.SMEM((2, _COLUMNS, head_dim), q.dtype),
+            plgpu.SMEM((_COLUMNS, head_dim), q.dtype, transforms=swizzled),
+            plgpu.SMEM((_COLUMNS, tile_k), q.dtype, transforms=swizzled),
+            plgpu.SMEM((_COLUMNS, head_dim), q.dtype),
             plgpu.SMEM((1,), jnp.int32),
             kv_tiles,
             kv_tiles,
@@ -94,8 +94,8 @@ def attend(
         paged_decode,
         out_type=(
             jax.ShapeDtypeStruct(heads.shape, q.dtype),
-            jax.ShapeDtypeStruct((*parts, head_dim, columns), jnp.float32),
-            jax.ShapeDtypeStruct((*parts, 2, columns), jnp.float32),
+            jax.ShapeDtypeStruct((*parts, head_dim, _COLUMNS), jnp.float32),
+            jax.ShapeDtypeStruct((*parts, 2, _COLUMNS), jnp.float32),
         ),
         grid=(num_blocks,),
         grid_names=("block",),
@@ -154,13 +154,13 @@ class _Block:
     kv_free: jax.Ref
     tiling: MosaicTiling
     num_blocks: int
-    group: int
     scale: float
     sliding_window: int | None
 
     def __post_init__(self):
         self.tile_k, self.num_stages = self.tiling.tile_k, self.tiling.num_stages
-        _, self.num_kv_heads, self.head_dim, self.columns = self.parts.shape
+        _, self.num_kv_heads, self.head_dim, _ = self.parts.shape
+        self.group = self.heads.shape[0] // math.prod(self.counters.shape)
         self.num_items = self.num_used[0] * self.num_kv_heads
 
     def place(self, i):
@@ -208,7 +208,7 @@ class _Block:
     def rows_of(self, item):
         """(The first of `columns` rows of all query heads that have the item's; where in them)."""
         wanted = (item.query * self.num_kv_heads + item.head) * self.group
-        first = jnp.minimum(wanted, self.heads.shape[0] - self.columns)
+        first = jnp.minimum(wanted, self.heads.shape[0] - _COLUMNS)
         return first, wanted - first
 
     def fetch(self):
@@ -221,7 +221,7 @@ class _Block:
             pl.when(i >= 2)(lambda: plgpu.barrier_wait(self.q_free.at[slot]))
             first, _ = self.rows_of(item)
             plgpu.copy_gmem_to_smem(
-                self.heads.at[pl.ds(first, self.columns)],
+                self.heads.at[pl.ds(first, _COLUMNS)],
                 self.rows_smem.at[slot],
                 self.q_ready.at[slot],
             )
@@ -235,9 +235,7 @@ class _Block:
                     jnp.clip(j * tile_blocks + n, lowest, highest) for n in range(tile_blocks)
                 ]
                 blocks = [self.tables[item.row, place] for place in places]
-                pl.when(done >= self.num_stages)(
-                    lambda: plgpu.barrier_wait(self.kv_free.at[slot])
-                )
+                pl.when(done >= self.num_stages)(lambda: plgpu.barrier_wait(self.kv_free.at[slot]))
                 halves = ((self.k_smem, self.k_ready), (self.v_smem, self.v_ready))
                 for half, (smem, ready) in enumerate(halves):
                     for n, block in enumerate(blocks):
@@ -293,13 +291,13 @@ class _Block:
         """(values by weight [H, columns], their peak [columns], the weights [tile_k, columns], to
         be summed) of the tiles of keys first .. last - 1, in float32."""
         begin, end = item.begin(self.sliding_window), item.end
-        tile_k, head_dim, columns = self.tile_k, self.head_dim, self.columns
+        tile_k, head_dim = self.tile_k, self.head_dim
 
         def step(j, carry):
             acc, peak, totals = carry
             slot = lax.rem(done + j - first, self.num_stages)
             row = plgpu.broadcasted_iota(
-                jnp.int32, (tile_k, columns), 0, layout=plgpu.Layout.WGMMA
+                jnp.int32, (tile_k, _COLUMNS), 0, layout=plgpu.Layout.WGMMA
             )
             key = row + j * tile_k
 
@@ -308,7 +306,7 @@ class _Block:
                 return scores_acc[...]
 
             plgpu.barrier_wait(self.k_ready.at[slot])
-            scores = pl.run_scoped(scores_of, plgpu.ACC((tile_k, columns), jnp.float32))
+            scores = pl.run_scoped(scores_of, plgpu.ACC((tile_k, _COLUMNS), jnp.float32))
             scores = jnp.where((key >= begin) & (key < end), scores, -jnp.inf)
             new_peak = jnp.maximum(peak, scores.max(axis=0) * self.scale)
             decay = jnp.exp2(peak - new_peak)
@@ -322,9 +320,7 @@ class _Block:
             @pl.when((j * tile_k + tile_k > end) | (j * tile_k < begin))
             def _():
                 values = plgpu.load(self.v_smem.at[slot], layout=plgpu.Layout.WGMMA)
-                row = plgpu.broadcasted_iota(
-                    jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA
-                )
+                row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
                 key = row + j * tile_k
                 self.v_smem.at[slot][...] = jnp.where((key >= begin) & (key < end), values, 0)
 
@@ -339,14 +335,14 @@ class _Block:
                 )
                 return values_acc[...]
 
-            acc = pl.run_scoped(values_of, plgpu.ACC((head_dim, columns), jnp.float32))
+            acc = pl.run_scoped(values_of, plgpu.ACC((head_dim, _COLUMNS), jnp.float32))
             plgpu.barrier_arrive(self.kv_free.at[slot])
             return acc, new_peak, totals
 
         carry = (
-            _full((head_dim, columns), 0, plgpu.Layout.WGMMA),
-            _full((columns,), _NEVER, _COLUMNS),
-            _full((tile_k, columns), 0, plgpu.Layout.WGMMA),
+            _full((head_dim, _COLUMNS), 0, plgpu.Layout.WGMMA),
+            _full((_COLUMNS,), _NEVER, _ROW),
+            _full((tile_k, _COLUMNS), 0, plgpu.Layout.WGMMA),
         )
         return lax.fori_loop(first, last, step, carry)
 
@@ -360,9 +356,7 @@ class _Block:
                 self.parts.at[first + i, item.head], layout=plgpu.Layout.WGMMA, optimized=False
             )
             part_peak, part_total = (
-                plgpu.load(
-                    self.sums.at[first + i, item.head, n], layout=_COLUMNS, optimized=False
-                )
+                plgpu.load(self.sums.at[first + i, item.head, n], layout=_ROW, optimized=False)
                 for n in range(2)
             )
             new_peak = jnp.maximum(peak, part_peak)
@@ -371,9 +365,9 @@ class _Block:
             return acc * old + part * new, new_peak, total * decay + part_total * weight
 
         carry = (
-            _full((self.head_dim, self.columns), 0, plgpu.Layout.WGMMA),
-            _full((self.columns,), _NEVER, _COLUMNS),
-            _full((self.columns,), 0, _COLUMNS),
+            _full((self.head_dim, _COLUMNS), 0, plgpu.Layout.WGMMA),
+            _full((_COLUMNS,), _NEVER, _ROW),
+            _full((_COLUMNS,), 0, _ROW),
         )
         acc, _, total = lax.fori_loop(0, item.num_pieces, step, carry)
         self.store(item, acc, total)

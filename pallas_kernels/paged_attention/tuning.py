@@ -22,8 +22,8 @@ _SHARES_PER_4_ROWS = 3
 MOSAIC_HEAD_DIMS = (64, 128)
 MOSAIC_DECODE_TILE = 64
 """Keys of one step of `mosaic_decode`: the rows of a product."""
-MOSAIC_QUERIES = 16
-"""Heads of a query that share a kv head, in `mosaic_decode`."""
+MOSAIC_QUERIES = 8
+"""The most heads of a query that may share a kv head in `mosaic_decode`: a product's columns."""
 
 
 # An entry also holds `min_work`, the fewest tokens times kv heads it is meant for.
@@ -132,8 +132,8 @@ def fits_mosaic(rows: str, shape: Shape) -> bool:
         return shape.num_tokens >= 64 and shape.num_tokens % 8 == 0 and shape.block_size <= 128
     # Each program that has it takes a second longer to compile: those of decode rows alone.
     only_decode = shape.num_tokens <= shape.num_rows
-    queries = -(-shape.num_heads // (8 * shape.num_kv_heads)) * 8
-    fits = queries <= min(shape.num_tokens * shape.num_heads, MOSAIC_QUERIES)
+    group = shape.num_heads // shape.num_kv_heads
+    fits = group <= MOSAIC_QUERIES <= shape.num_tokens * shape.num_heads
     return only_decode and fits and shape.block_size <= MOSAIC_DECODE_TILE
 
 

@@ -74,7 +74,8 @@ def compile_all(compiler: Compiler, job: Job) -> None:
 
 def test_few_rows_get_several_steps_in_a_program(compiler):
     def rows(compiler):
-        return {key.of.num_rows for key in compiler.keys() if key.kind == "decode_step"}
+        keys = compiler.keys()
+        return {key.of.num_rows for key in keys if key.kind == "decode_step"}
 
     every = rows(compiler)
     assert rows(dataclasses.replace(compiler, max_decode_rows=max(every) - 1)) == every - {

@@ -187,7 +187,7 @@ def test_mosaic_prefill_interpreted(make_case, mosaic_prefill_interpreted, windo
 
 @pytest.mark.parametrize(
     ("heads", "head_dim", "window", "num_shares"),
-    [((4, 1), 64, None, 1), ((7, 1), 64, 100, 5), ((16, 2), 128, None, 9), ((12, 1), 64, 20, 4)],
+    [((4, 1), 64, None, 1), ((7, 1), 64, 100, 5), ((16, 2), 128, None, 9), ((8, 1), 64, 20, 4)],
 )
 def test_mosaic_decode_interpreted(
     make_case, mosaic_decode_interpreted, heads, head_dim, window, num_shares
@@ -240,7 +240,7 @@ def test_choices_for_decode():
         ("mosaic", "9.0", {"head_dim": 80}),
         ("mosaic", "9.0", {"num_tokens": 72}),
         ("mosaic", "9.0", {"block_size": 128}),
-        ("mosaic", "9.0", {"num_heads": 17 * 8}),
+        ("mosaic", "9.0", {"num_heads": 9 * 8}),
         ("mosaic", "9.0", {"num_heads": 4, "num_kv_heads": 1, "num_tokens": 1, "num_rows": 1}),
     ]:
         choice = tuning.choose(impl, capability, dataclasses.replace(shape, **change))
