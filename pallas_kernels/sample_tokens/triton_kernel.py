@@ -38,6 +38,7 @@ from pallas_kernels.sample_tokens.triton_rows import (
 from pallas_kernels.sample_tokens.triton_search import (
     SEARCH_TILE,
     better,
+    coarse_cut,
     largest_key,
     mass,
     order,
@@ -54,12 +55,16 @@ SUMMARY_REGISTERS = 80
 """A thread's, so that enough programs run at once to keep the memory busy."""
 GATHER_TILE = 16
 GATHER_WARPS = 8
+GATHER_REGISTERS = 128
+"""A thread's, so that a multiprocessor has room for two rows."""
 MAX_PROGRAMS = 528
 """Of `_gather`, beyond one a row: four for each multiprocessor of the largest GPU."""
 MAX_SHARES = 32
 DRAW_TILE = 4096
 """Tokens of a row with top_p alone that `_draw` reads at once."""
 DRAW_WARPS = 8
+DRAW_REGISTERS = 128
+"""As for `_gather`."""
 
 _MAX_NOISE = tl.constexpr(16.0)
 """Over the highest Gumbel noise, -log(-log(1 - 2**-23)) = 15.95."""
@@ -112,7 +117,7 @@ def choose_tokens(
     )
     shares = min(max(MAX_PROGRAMS // num_rows, 1), MAX_SHARES)
     offers = jax.new_ref(offers)
-    scores, token_ids, num_gathered, _, _ = jax_triton.triton_call(
+    scores, token_ids, num_gathered, _ = jax_triton.triton_call(
         inputs,
         maxima,
         offers,
@@ -121,11 +126,11 @@ def choose_tokens(
             array(jnp.float32, vocab_size),
             array(jnp.int32, vocab_size),
             array(jnp.int32),
-            array(jnp.float32, num_blocks),
             array(jnp.int32, shares, num_blocks),
         ),
         grid=(num_rows, shares),
         num_warps=GATHER_WARPS,
+        backend_options={"maxnreg": GATHER_REGISTERS},
         BLOCK=BLOCK,
         TILE=GATHER_TILE,
         BLOCKS_PAD=blocks_pad,
@@ -142,6 +147,7 @@ def choose_tokens(
         out_type=array(jnp.int32),
         grid=(num_rows,),
         num_warps=DRAW_WARPS,
+        backend_options={"maxnreg": DRAW_REGISTERS},
         TILE=DRAW_TILE,
         BLOCKS_PAD=blocks_pad,
         **sizes,
@@ -174,13 +180,14 @@ def _summarise(
             planes = 2
     block = tl.program_id(0) * TILE + tl.arange(0, TILE)
     token = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    for plane in range(planes):
-        # The second is for a row that the other bans leave nothing of what the grammar allows.
-        kinds = tl.where(plane == 0, kind, kind & ~OTHER_BANS)
-        x = shaped(token, token < V, row, kinds, inputs, sizes)
-        highest = tl.max(x, axis=1)
-        place = (row * 2 + plane) * NUM_BLOCKS + block
-        tl.store(maxima + place, highest, mask=block < NUM_BLOCKS)
+    for plane in tl.static_range(2):  # A loop's addresses would be made for every kind of row.
+        if plane < planes:
+            # The second is for a row that the other bans leave nothing of what the grammar allows.
+            kinds = kind if plane == 0 else kind & ~OTHER_BANS
+            x = shaped(token, token < V, row, kinds, inputs, sizes)
+            highest = tl.max(x, axis=1)
+            place = (row * 2 + plane) * NUM_BLOCKS + block
+            tl.store(maxima + place, highest, mask=block < NUM_BLOCKS)
 
 
 @triton.jit
@@ -191,7 +198,6 @@ def _gather(
     gathered,
     gathered_ids,
     num_gathered,
-    block_scores,
     listed,
     V: tl.constexpr,
     MASK_WORDS: tl.constexpr,
@@ -229,12 +235,9 @@ def _gather(
 
         cut = tl.full([], _KEEP_ALL, tl.uint32)
         if cuts:
-            block_scores += row * NUM_BLOCKS
-            tl.store(block_scores + block, top_scores, mask=block < NUM_BLOCKS)
-            tl.debug_barrier()
             top_k = integer(inputs[1], row, TOP_K)
             if top_k < NUM_BLOCKS:
-                cut = largest_key(block_scores, NUM_BLOCKS, cut, top_k * 1.0, False)
+                cut = coarse_cut(top_scores, top_k)
 
         listed += (row * tl.num_programs(1) + share) * NUM_BLOCKS
         gathered += row * V

@@ -30,6 +30,8 @@ CUT = tl.constexpr(256)
 NUCLEUS = tl.constexpr(512)
 """By top-p alone."""
 OTHER_BANS = tl.constexpr(4 | 8 | 16)
+_CHANGES = tl.constexpr(4 | 8 | 16 | 32 | 64 | 128)
+"""Of logits."""
 
 # Where a row's parameters lie.
 SLOT = tl.constexpr(0)
@@ -88,17 +90,26 @@ def pack(rows: SamplingRows) -> Int32[Array, "B params"]:
 @triton.jit
 def shaped(token, valid, row, kind, inputs, sizes: tl.constexpr):
     """Logits as the row's bans and penalties change them; -inf where not valid."""
+    if kind & _CHANGES == 0:
+        place = inputs[0] + row * sizes[0] + token
+        x = tl.load(place, mask=valid, other=float("-inf")).to(tl.float32)
+    else:
+        x = _changed(token, valid, row, kind, inputs, sizes)
+    return x
+
+
+@triton.jit
+def _changed(token, valid, row, kind, inputs, sizes: tl.constexpr):
     V: tl.constexpr = sizes[0]
     MASK_WORDS: tl.constexpr = sizes[1]
-    logits = inputs[0]
-    x = tl.load(logits + row * V + token, mask=valid, other=float("-inf")).to(tl.float32)
     slot = integer(inputs[1], row, SLOT).to(tl.int64)
+    logits = tl.load(inputs[0] + row * V + token, mask=valid, other=float("-inf"))
+    # Masked, not skipped: a branch would have the logits arrive first.
+    flagged = kind & (_STOP_TOKENS | _REPETITION | _COUNTED) != 0
+    flags = tl.load(inputs[3] + slot * V + token, mask=valid & flagged, other=0)
+    x = logits.to(tl.float32)
     if kind & _BIAS != 0:
         x += tl.load(inputs[2] + slot * V + token, mask=valid, other=0.0)
-    if kind & (_STOP_TOKENS | _REPETITION | _COUNTED) != 0:
-        flags = tl.load(inputs[3] + slot * V + token, mask=valid, other=0).to(tl.int32)
-    else:
-        flags = tl.zeros_like(token)
     if kind & _STOP_TOKENS != 0:
         x = tl.where(flags & _IS_STOP != 0, float("-inf"), x)
     if kind & _BAD_WORDS != 0:
@@ -113,7 +124,7 @@ def shaped(token, valid, row, kind, inputs, sizes: tl.constexpr):
         x = tl.where((bits >> (token % _WORD_BITS)) & 1 != 0, x, float("-inf"))
     if kind & _REPETITION != 0:
         repetition = number(inputs[1], row, _REPETITION_PENALTY)
-        penalised = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
+        penalised = tl.where(x > 0, quotient(x, repetition), x * repetition)
         x = tl.where(flags & (_IN_PROMPT | _IN_OUTPUT) != 0, penalised, x)
     if kind & _COUNTED != 0:
         present = flags & _IN_OUTPUT != 0
@@ -141,6 +152,17 @@ def _completed_words(slot, inputs, sizes: tl.constexpr):
     last = tl.sum(tl.where(is_last, words, 0), axis=1)
     complete = (tl.min(matches.to(tl.int32), axis=1) != 0) & (last != _NO_TOKEN)
     return tl.where(complete, last, V)
+
+
+@triton.jit
+def quotient(x, divisor):
+    """x / divisor, correctly rounded, by one division for all of x (Markstein 1990, "Computation
+    of elementary functions on the IBM RISC System/6000 processor", theorem 8)."""
+    inverse = tl.div_rn(tl.full([], 1.0, tl.float32), divisor)
+    rough = x * inverse
+    close = tl.fma(tl.fma(-rough, divisor, x), inverse, rough)
+    exact = tl.fma(tl.fma(-close, divisor, x), inverse, close)
+    return tl.where(tl.abs(rough) < float("inf"), exact, rough)
 
 
 @triton.jit

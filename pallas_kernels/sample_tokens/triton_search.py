@@ -1,15 +1,18 @@
 """Scores in Triton: their order, the best of them, and where to cut them."""
 
+from pallas_kernels.sample_tokens.triton_rows import quotient
 from pallas_kernels.triton_import import tl, triton
 
 _NUM_DIGITS = tl.constexpr(16)
+_COARSE_BITS = tl.constexpr(16)
+"""Of a key, from bit 30: exponent and eight bits of mantissa."""
 SEARCH_TILE = tl.constexpr(256)
 
 
 @triton.jit
 def scores_of(x, top, temperature):
     """Log-probabilities up to a constant, the best 0. Rounding keeps the order of logits."""
-    return tl.div_rn(x - top, temperature + tl.zeros_like(x))
+    return quotient(x - top, temperature)
 
 
 @triton.jit
@@ -29,25 +32,34 @@ def better(best, best_id, values, ids, V: tl.constexpr):
 
 
 @triton.jit
+def coarse_cut(scores, top_k):
+    """A key, not far over the least one, up to which `top_k` of the scores are or all of them."""
+    keys = order(scores)
+    cut = tl.zeros([], tl.uint32)
+    bit = tl.full([], 1 << 30, tl.uint32)  # No key has a higher one.
+    for _ in range(_COARSE_BITS):
+        num_below = tl.sum((keys < (cut | bit)).to(tl.int32), axis=0)
+        cut = tl.where(num_below < top_k, cut | bit, cut)
+        bit >>= 1
+    return cut | (2 * bit - 1)
+
+
+@triton.jit
 def largest_key(scores, num, limit, wanted, BY_MASS: tl.constexpr):
     """The largest key such that entries of lower keys (of the `num` scores, those of keys up to
     `limit`) are fewer, or have less mass, than `wanted`. Sixteen keys are tried at once, digit by
-    digit."""
+    digit. Few scores stay in registers meanwhile."""
     digit = tl.arange(0, _NUM_DIGITS)
+    first_keys, first_amounts = _entries(scores, 0, num, limit, BY_MASS)
     cut = tl.zeros([], tl.uint32)
     for round_ in range(8):
         shift = 28 - 4 * round_
         tried = cut + (digit.to(tl.uint32) << shift)
-        amounts = tl.zeros([SEARCH_TILE, _NUM_DIGITS], tl.float32)
-        for start in range(0, num, SEARCH_TILE):
-            place = start + tl.arange(0, SEARCH_TILE)
-            score = tl.load(scores + place, mask=place < num, other=float("-inf"))
-            keys = order(score)
-            amount = tl.where((place < num) & (keys <= limit), 1.0, 0.0)
-            if BY_MASS:
-                amount *= tl.exp(score)
-            amounts += tl.where(keys[:, None] < tried[None, :], amount[:, None], 0.0)
-        holds = (tl.sum(amounts, axis=0) < wanted) & (digit > 0)
+        below = tl.where(first_keys[:, None] < tried[None, :], first_amounts[:, None], 0.0)
+        for start in range(SEARCH_TILE, num, SEARCH_TILE):
+            keys, amounts = _entries(scores, start, num, limit, BY_MASS)
+            below += tl.where(keys[:, None] < tried[None, :], amounts[:, None], 0.0)
+        holds = (tl.sum(below, axis=0) < wanted) & (digit > 0)
         cut += tl.sum(holds.to(tl.int32), axis=0).to(tl.uint32) << shift
     return cut
 
@@ -57,7 +69,17 @@ def mass(scores, num, limit):
     """Of the entries of keys up to `limit`."""
     total = tl.zeros([SEARCH_TILE], tl.float32)
     for start in range(0, num, SEARCH_TILE):
-        place = start + tl.arange(0, SEARCH_TILE)
-        score = tl.load(scores + place, mask=place < num, other=float("-inf"))
-        total += tl.where((place < num) & (order(score) <= limit), tl.exp(score), 0.0)
+        total += _entries(scores, start, num, limit, True)[1]
     return tl.sum(total, axis=0)
+
+
+@triton.jit
+def _entries(scores, start, num, limit, BY_MASS: tl.constexpr):
+    """(keys, amounts) of a tile of the `num` scores; no amount is left of keys over `limit`."""
+    place = start + tl.arange(0, SEARCH_TILE)
+    score = tl.load(scores + place, mask=place < num, other=float("-inf"))
+    keys = order(score)
+    amounts = tl.where((place < num) & (keys <= limit), 1.0, 0.0)
+    if BY_MASS:
+        amounts *= tl.exp(score)
+    return keys, amounts

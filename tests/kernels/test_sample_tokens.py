@@ -166,6 +166,19 @@ def test_a_nucleus_is_drawn_from_as_often_as_its_tokens_are_likely(by_triton):
     assert len(set(ranks.tolist())) > 8
 
 
+def test_top_k_finds_its_tokens_in_any_block(by_triton):
+    """As far as a draw of nearly equal ones shows it."""
+    kinds = [{"top_k": top_k, "temperature": 50.0} for top_k in range(1, 17)]
+    num, vocab_size = len(kinds), 2100
+    check(
+        by_triton,
+        jnp.asarray(make_logits(num, vocab_size, 3.0)),
+        make_rows(kinds),
+        make_state(num + 2, vocab_size),
+        make_masks(num, vocab_size),
+    )
+
+
 def test_ties(by_triton):
     """Logits of few values: cuts keep all that tie, and the argmax is the lowest id."""
     num, vocab_size = len(KINDS), 400
