@@ -37,9 +37,12 @@ from pallas_kernels.paged_attention import gpu, paged_attention, tuning
 KERNELS = ("_attend", "paged_decode", "paged_prefill")
 WARM_UP_S = 0.3
 ROTATED_BYTES = 400e6
+MOSAIC_DECODE_WORK = {128: 32 * 8, 64: 0}
+"""By head size, the rows times kv heads from which on Mosaic is to be taken. With fewer its blocks
+share the pieces of the contexts unevenly."""
 MOSAIC_PREFILL_WORK = {128: 2048 * 8, 64: 4096 * 8}
-"""By head size, the tokens times kv heads from which on Mosaic is to be taken: with fewer a step
-gains too little for the seconds that each start compiles it."""
+"""Likewise the tokens times kv heads: with fewer a step gains too little for the seconds that each
+start compiles it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,9 +225,9 @@ def figures(work: Work, passes: list[float], ceilings: dict[str, float]) -> dict
 
 def measure(output: Path, only: str) -> None:
     works = [
-        *(decode(b, 1024, LLAMA_8B, 16) for b in (1, 32, 128, 256)),
+        *(decode(b, 1024, LLAMA_8B, 16) for b in (1, 8, 32, 128, 256)),
         decode(128, 4096, LLAMA_8B, 16),
-        *(decode(b, 1024, QWEN_05B, 16) for b in (1, 128, 256)),
+        *(decode(b, 1024, QWEN_05B, 16) for b in (1, 8, 128, 256)),
         *(prefill(n, LLAMA_8B, 64) for n in (8192, 2048)),
         prefill(8192, LLAMA_8B, 16),
         prefill(8192, QWEN_05B, 64),
@@ -289,8 +292,8 @@ def tune() -> None:
             timers = [Timer(decode(b, 1024, heads, 16)) for b in batches]
             save(_fastest(timers, "decode", "triton", min_work, decode_cuts))
         if capability == "9.0":
-            # For batches of any size: it is faster for all that were timed.
-            save(_fastest(timers, "decode", "mosaic", 0, mosaic_decode_cuts))
+            min_work = MOSAIC_DECODE_WORK[heads[2]]
+            save(_fastest(timers, "decode", "mosaic", min_work, mosaic_decode_cuts))
         timers = [Timer(prefill(4096, heads, 64))]
         save(_fastest(timers, "prefill", "triton", 0, prefill_cuts))
         if capability == "9.0":
