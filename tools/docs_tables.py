@@ -175,6 +175,7 @@ TABLES: dict[str, Callable[..., Table]] = {
     "clients": clients,
     "soak": soak,
     "shutdown": shutdown,
+    "paged_attention_decode_h200": paged_attention,
     "paged_attention_h200": paged_attention,
     "latency-*": latency,
     "linear_h200": linear,
