@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.sample_tokens.arrays import SamplingRows, SlotState
+from pallas_kernels.sample_tokens.triton_nucleus import in_nucleus
 from pallas_kernels.sample_tokens.triton_random import gumbel
 from pallas_kernels.sample_tokens.triton_rows import (
     CUT,
@@ -343,47 +344,8 @@ def _draw(
     if kind & NUCLEUS != 0:
         block = tl.arange(0, BLOCKS_PAD)
         kind, _, top = _maxima_of(maxima, row, kind, block, NUM_BLOCKS)
-        token = _in_nucleus(token, row, kind, top, inputs, sizes, TILE)
+        token = in_nucleus(token, row, kind, top, inputs, sizes, TILE)
     tl.store(chosen + row, token)
-
-
-@triton.jit
-def _in_nucleus(token, row, kind, top, inputs, sizes: tl.constexpr, TILE: tl.constexpr):
-    """The draw from the tokens that top-p keeps, `token` being that from all."""
-    V: tl.constexpr = sizes[0]
-    params = inputs[1]
-    top = tl.where(tl.abs(top) < float("inf"), top, 0.0)
-    temperature, min_p = number(params, row, TEMPERATURE), number(params, row, MIN_P)
-    top_p, key = number(params, row, TOP_P), row_key(params, row)
-    done = top_p >= 1
-    while not done:
-        drawn_id = token + tl.arange(0, 1)
-        drawn = shaped(drawn_id, drawn_id < V, row, kind, inputs, sizes)
-        drawn_order = tl.max(order(scores_of(drawn, top, temperature)), axis=0)
-        total = tl.zeros([TILE], tl.float32)
-        likelier = tl.zeros([TILE], tl.float32)
-        for start in range(0, V, TILE):
-            ids = start + tl.arange(0, TILE)
-            x = shaped(ids, ids < V, row, kind, inputs, sizes)
-            scores = scores_of(x, top, temperature)
-            weights = tl.exp(scores)
-            weights = tl.where((x > float("-inf")) & (weights >= min_p), weights, 0.0)
-            total += weights
-            likelier += tl.where(order(scores) < drawn_order, weights, 0.0)
-        done = tl.sum(likelier, axis=0) < top_p * tl.sum(total, axis=0)
-        if not done:
-            best = tl.full([], float("-inf"), tl.float32)
-            token = tl.zeros([], tl.int32)
-            for start in range(0, V, TILE):
-                ids = start + tl.arange(0, TILE)
-                x = shaped(ids, ids < V, row, kind, inputs, sizes)
-                scores = scores_of(x, top, temperature)
-                keep = (x > float("-inf")) & (tl.exp(scores) >= min_p)
-                keep = keep & (order(scores) < drawn_order)
-                noisy = tl.where(keep, scores + gumbel(key, ids), float("-inf"))
-                best, token = better(best, token, noisy, ids, V)
-            done = best == float("-inf")
-    return token
 
 
 @triton.jit
