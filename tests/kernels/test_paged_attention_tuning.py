@@ -186,17 +186,23 @@ def test_mosaic_prefill_interpreted(make_case, mosaic_prefill_interpreted, windo
 
 
 @pytest.mark.parametrize(
-    ("heads", "head_dim", "window", "num_shares"),
-    [((4, 1), 64, None, 1), ((7, 1), 64, 100, 5), ((16, 2), 128, None, 9), ((8, 1), 64, 20, 4)],
+    ("heads", "head_dim", "block_size", "window", "num_shares"),
+    [
+        ((4, 1), 64, 64, None, 1),
+        ((7, 1), 64, 16, 100, 5),
+        ((16, 2), 128, 32, None, 9),
+        ((8, 1), 64, 8, 20, 4),
+    ],
 )
 def test_mosaic_decode_interpreted(
-    make_case, mosaic_decode_interpreted, heads, head_dim, window, num_shares
+    make_case, mosaic_decode_interpreted, heads, head_dim, block_size, window, num_shares
 ):
+    """Contexts that end with a tile of keys, with a block inside one, and in a block."""
     case = make_case(
-        [(1, 1), (1, 64), (3, 200), (1, 130), (1, 63)],
+        [(1, 1), (1, 64), (3, 200), (1, 160), (1, 63)],
         heads=heads,
         head_dim=head_dim,
-        block_size=64 if window is None else 16,
+        block_size=block_size,
         dtype="bfloat16",
         window=window,
         padding_rows=1,
