@@ -197,12 +197,13 @@ def test_mosaic_prefill_interpreted(make_case, mosaic_prefill_interpreted, windo
 def test_mosaic_decode_interpreted(
     make_case, mosaic_decode_interpreted, heads, head_dim, block_size, window, num_shares
 ):
-    """Contexts that end with a tile of keys, with a block inside one, and in a block."""
+    """Nothing is read past a block table; the longest context fills it, but no tile of keys."""
     case = make_case(
-        [(1, 1), (1, 64), (3, 200), (1, 160), (1, 63)],
+        [(1, 1), (1, 64), (3, 224), (1, 130), (1, 63)],
         heads=heads,
         head_dim=head_dim,
         block_size=block_size,
+        table_width=-(-224 // block_size),
         dtype="bfloat16",
         window=window,
         padding_rows=1,
