@@ -19,12 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, memref
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.paged_attention.mosaic_count import count
 from pallas_kernels.paged_attention.tuning import MOSAIC_QUERIES, MosaicTiling
 
 _NUM_SMS = 132
@@ -280,7 +278,7 @@ class _Block:
                 self.parts[item.index, item.head] = acc
                 self.sums[item.index, item.head, 0] = peak
                 self.sums[item.index, item.head, 1] = total
-                before = _count(self.counters.at[item.query, item.head], self.arrived_smem)
+                before = count(self.counters.at[item.query, item.head], self.arrived_smem)
                 pl.when(before == item.num_pieces - 1)(lambda: self.merge(item))
 
             return done + last - first
@@ -389,27 +387,3 @@ class _Block:
 
 def _full(shape, value, layout):
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
-
-@plgpu.inline_mgpu(
-    arg_types=(plgpu.RefType(), plgpu.RefType()),
-    return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT),
-)
-def _count(_, counter, shared):
-    """Add one to a counter; returns what it was. What the warpgroup has stored before, whoever
-    counts later sees."""
-    i32 = ir.IntegerType.get_signless(32)
-    zero = arith.constant(ir.IndexType.get(), 0)
-    mgpu.utils.warpgroup_barrier()
-    with mgpu.utils.single_thread(scope=mgpu.ThreadSubset.WARPGROUP):
-        before = llvm.inline_asm(
-            i32,
-            [mgpu.utils.memref_ptr(counter)],
-            "atom.acq_rel.gpu.add.u32 $0, [$1], 1;",
-            "=r,l",
-            has_side_effects=True,
-        )
-        memref.store(before, shared, [zero])
-    mgpu.utils.warpgroup_barrier()
-    before = memref.load(shared, [zero])
-    return mgpu.FragmentedArray.splat(before, (), is_signed=True)

@@ -248,7 +248,7 @@ def mosaic_decode_interpreted(monkeypatch):
         return _mosaic_interpreted(monkeypatch, attend)
 
     monkeypatch.setattr(mosaic_decode, "_NUM_SMS", 1)
-    monkeypatch.setattr(mosaic_decode, "_count", count)
+    monkeypatch.setattr(mosaic_decode, "count", count)
     return by_cut
 
 
