@@ -91,6 +91,7 @@ def _make_case(
     padding_rows=0,
     padding_tokens=0,
     needles=False,
+    needle=6,
     table_width=None,
     num_blocks=None,
     seed=0,
@@ -98,7 +99,7 @@ def _make_case(
     """rows: (number of queries, context length) of each request, decode rows first.
 
     All that a request does not own is NaN, or garbage in the block tables. With `needles` each
-    query's oldest visible, newest visible or a middle key is its own direction, 6 times over.
+    query's oldest visible, newest visible or a middle key is `needle` times its own direction.
     """
     rng = np.random.default_rng(seed)
     num_heads, num_kv_heads = heads
@@ -130,7 +131,7 @@ def _make_case(
                 position = past + i
                 oldest = 0 if window is None else max(position - window + 1, 0)
                 target = [oldest, position, (oldest + position) // 2][(row + i) % 3]
-                keys[target] = 6 * q[start + i, ::group] / scale / head_dim
+                keys[target] = needle * q[start + i, ::group] / scale / head_dim
             keys = np.array(jnp.asarray(keys, dtype), np.float64)
         position = np.arange(context)
         block, offset = tables[row, position // block_size], position % block_size

@@ -213,6 +213,21 @@ def test_mosaic_decode_interpreted(
     case.check(case.run(mosaic_decode_interpreted(shares(num_shares))))
 
 
+def test_mosaic_decode_of_one_row_interpreted(make_case, mosaic_decode_interpreted):
+    """No more query heads than one copy brings, a piece of work for more than each block, and a
+    score that is infinite unless the peak is taken off."""
+    case = make_case(
+        [(1, 384)],
+        heads=(8, 1),
+        head_dim=64,
+        block_size=64,
+        dtype="bfloat16",
+        needles=True,
+        needle=200,
+    )
+    case.check(case.run(mosaic_decode_interpreted(shares(6))))
+
+
 def test_aligned_tiles_hold_each_query_once():
     rng = np.random.default_rng(3)
     make = jax.jit(aligned_query_tiles, static_argnames=("num_tokens", "tile_q"))
