@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -80,12 +81,16 @@ class ExecutableCache:
         return self._folder is not None and os.path.exists(self._path(name))
 
     def load_or_compile(
-        self, compile_program: Callable[[], jax.stages.Compiled], *name: object, keeper: Executor
+        self,
+        lower: Callable[[], jax.stages.Lowered],
+        *name: object,
+        options: dict[str, Any] | None = None,
+        keeper: Executor,
     ) -> jax.stages.Compiled:
-        """The program of this name, from the folder or else from `compile_program`; `keeper` then
-        writes it, which takes tenths of a second of the interpreter's lock."""
+        """The program of this name, from the folder or else lowered and compiled with `options`;
+        `keeper` then writes it, which takes tenths of a second of the interpreter's lock."""
         if self._folder is None:
-            return compile_program()
+            return lower().compile(options)
         path = self._path(name)
         try:
             program = serialize_executable.deserialize_and_load(
@@ -97,8 +102,10 @@ class ExecutableCache:
             pass
         except Exception as error:
             logger.warning("compiling anew what %s holds: %s", path, error)
+        lowered = lower()
+        # Not sooner: what other threads compile meanwhile, such as random weights, JAX may keep.
         with _jax_cache_off:
-            program = compile_program()
+            program = lowered.compile(options)
         keeper.submit(self._keep, path, program)
         return program
 

@@ -194,10 +194,11 @@ class Compiler:
         tracer = ThreadPoolExecutor(1)
 
         def load_or_compile(key: ProgramKey) -> jax.stages.Compiled:
-            def compile_it() -> jax.stages.Compiled:
-                return tracer.submit(self._lower, key).result().compile(options)
+            def lower() -> jax.stages.Lowered:
+                return tracer.submit(self._lower, key).result()
 
-            return self.cache.load_or_compile(compile_it, *self._name(key), keeper=tracer)
+            name = self._name(key)
+            return self.cache.load_or_compile(lower, *name, options=options, keeper=tracer)
 
         yielding = _yield_to_tracing if on_gpu else None
         # A thread for each program, so that all wait for the tracer before any is to be written.

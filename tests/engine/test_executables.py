@@ -25,18 +25,18 @@ from sharding import make_mesh
 
 
 @pytest.fixture
-def compile_double():
-    """Compiles x -> 2x with x donated; keeps count. Each program is another, so that JAX's own
+def lower_double():
+    """Lowers x -> 2x with x donated; keeps count. Each program is another, so that JAX's own
     cache, where another test has turned it on, holds none of them."""
 
-    def compile_program():
-        compile_program.count += 1
+    def lower():
+        lower.count += 1
         limit = random.uniform(1e3, 1e6)
         double = jax.jit(lambda x: jnp.minimum(2 * x, limit), donate_argnums=0)
-        return double.lower(jnp.zeros(4)).compile()
+        return double.lower(jnp.zeros(4))
 
-    compile_program.count = 0
-    return compile_program
+    lower.count = 0
+    return lower
 
 
 class AtOnce(Executor):
@@ -52,14 +52,14 @@ def doubles(program) -> bool:
     return np.asarray(program(x)).tolist() == [0, 2, 4, 6] and x.is_deleted()
 
 
-def test_found_again_by_what_it_depends_on(tmp_path, compile_double):
+def test_found_again_by_what_it_depends_on(tmp_path, lower_double):
     mesh = make_mesh(1)
     for number, depends_on in enumerate((("a", 1), ("a", 1), ("a", 2), ("b", 1))):
         cache = ExecutableCache(tmp_path / "new", mesh, depends_on)
-        assert doubles(cache.load_or_compile(compile_double, "step", 8, keeper=AtOnce()))
-        assert compile_double.count == (1, 1, 2, 3)[number]
-    assert doubles(cache.load_or_compile(compile_double, "step", 9, keeper=AtOnce()))
-    assert compile_double.count == 4
+        assert doubles(cache.load_or_compile(lower_double, "step", 8, keeper=AtOnce()))
+        assert lower_double.count == (1, 1, 2, 3)[number]
+    assert doubles(cache.load_or_compile(lower_double, "step", 9, keeper=AtOnce()))
+    assert lower_double.count == 4
     assert len(list((tmp_path / "new").iterdir())) == 4
 
 
@@ -70,7 +70,7 @@ def test_names_hold_what_a_program_depends_on(tiny_definition, tiny_sizes):
     def names(**sizes):
         made = {"step": [], "logprobs": []}
 
-        def remember(compile_program, kind, *name, keeper):
+        def remember(lower, kind, *name, options, keeper):
             made[kind].append(repr(name))
             return SimpleNamespace(memory_analysis=lambda: SimpleNamespace(temp_size_in_bytes=0))
 
@@ -119,48 +119,66 @@ def test_all_programs_are_lowered_before_any_is_written(
     assert len(list(tmp_path.glob("*.pickle"))) == 8
 
 
-def test_a_damaged_file_is_made_anew(tmp_path, compile_double, caplog):
+def test_a_damaged_file_is_made_anew(tmp_path, lower_double, caplog):
     cache = ExecutableCache(tmp_path, make_mesh(1))
-    cache.load_or_compile(compile_double, "step", keeper=AtOnce())
+    cache.load_or_compile(lower_double, "step", keeper=AtOnce())
     (path,) = tmp_path.iterdir()
     path.write_bytes(path.read_bytes()[:100])
-    assert doubles(cache.load_or_compile(compile_double, "step", keeper=AtOnce()))
+    assert doubles(cache.load_or_compile(lower_double, "step", keeper=AtOnce()))
     assert f"compiling anew what {path} holds" in caplog.text
     assert doubles(
         ExecutableCache(tmp_path, make_mesh(1)).load_or_compile(
-            compile_double, "step", keeper=AtOnce()
+            lower_double, "step", keeper=AtOnce()
         )
     )
-    assert compile_double.count == 2
+    assert lower_double.count == 2
 
 
-def test_no_folder_keeps_nothing(compile_double):
+def test_jax_keeps_what_others_compile_while_a_program_is_lowered(tmp_path, lower_double):
+    enabled = []
+
+    class Lowered:
+        def compile(self, options):
+            enabled.append(jax.config.jax_enable_compilation_cache)
+            return lower_double().compile(options)
+
+    def lower():
+        enabled.append(jax.config.jax_enable_compilation_cache)
+        return Lowered()
+
+    cache = ExecutableCache(tmp_path, make_mesh(1))
+    assert doubles(cache.load_or_compile(lower, "step", keeper=AtOnce()))
+    assert enabled == [True, False]
+    assert jax.config.jax_enable_compilation_cache
+
+
+def test_no_folder_keeps_nothing(lower_double):
     cache = ExecutableCache(None, make_mesh(1))
     assert all(
-        doubles(cache.load_or_compile(compile_double, "step", keeper=AtOnce())) for _ in range(2)
+        doubles(cache.load_or_compile(lower_double, "step", keeper=AtOnce())) for _ in range(2)
     )
-    assert compile_double.count == 2
+    assert lower_double.count == 2
 
 
-def test_a_failed_write_leaves_nothing(tmp_path, compile_double, monkeypatch, caplog):
+def test_a_failed_write_leaves_nothing(tmp_path, lower_double, monkeypatch, caplog):
     def fail(source, target):
         raise OSError("no room")
 
     monkeypatch.setattr("os.replace", fail)
     cache = ExecutableCache(tmp_path, make_mesh(1))
-    assert doubles(cache.load_or_compile(compile_double, "step", keeper=AtOnce()))
+    assert doubles(cache.load_or_compile(lower_double, "step", keeper=AtOnce()))
     assert "could not be kept: no room" in caplog.text
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_was_used_longest_ago_goes_first(tmp_path, compile_double, monkeypatch):
+def test_what_was_used_longest_ago_goes_first(tmp_path, lower_double, monkeypatch):
     cache = ExecutableCache(tmp_path, make_mesh(1))
 
     def use(name):
-        before = compile_double.count
-        assert doubles(cache.load_or_compile(compile_double, name, keeper=AtOnce()))
+        before = lower_double.count
+        assert doubles(cache.load_or_compile(lower_double, name, keeper=AtOnce()))
         time.sleep(0.02)  # file systems tell times apart from there on
-        return compile_double.count > before
+        return lower_double.count > before
 
     # Of a process that was ended while it wrote, and of one that compiles.
     half_written, lock = tmp_path / "tmp1234", tmp_path / "it.lock"
@@ -194,23 +212,23 @@ jax.monitoring.register_event_listener(
 )
 x = jnp.arange(4.0)
 
-def compile_program():
-    return jax.jit(lambda x: jnp.sort(jnp.cumsum(x) * 3)[::-1]).lower(x).compile()
+def lower():
+    return jax.jit(lambda x: jnp.sort(jnp.cumsum(x) * 3)[::-1]).lower(x)
 
-compile_program()
+lower().compile()
 jax.clear_caches()
-compile_program()
+lower().compile()
 assert len(hits) == 1, hits  # JAX's own cache is on, and has it
 for _ in range(3):  # compiled, then loaded twice
     jax.clear_caches()
     with ThreadPoolExecutor(1) as keeper:
         program = ExecutableCache(folder / "executables", make_mesh(1)).load_or_compile(
-            compile_program, "it", keeper=keeper
+            lower, "it", keeper=keeper
         )
     assert np.asarray(program(x)).tolist() == [18, 9, 3, 0]
 assert len(hits) == 1, hits
 jax.clear_caches()
-compile_program()
+lower().compile()
 assert len(hits) == 2, hits  # and is on again
 """
 
