@@ -12,7 +12,6 @@ one launch).
 """
 
 import dataclasses
-import functools
 import math
 
 import jax
@@ -22,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.paged_attention.mosaic_block import ThreadBlock, drain
 from pallas_kernels.paged_attention.mosaic_count import count
 from pallas_kernels.paged_attention.tuning import MOSAIC_QUERIES, MosaicTiling
 
@@ -62,7 +62,7 @@ def attend(
 
     def paged_decode(*refs):
         def run(*scratch):
-            block = _Block(*refs, *scratch, tiling, num_blocks, scale * _LOG2E, sliding_window)
+            block = _Block(*refs, *scratch, tiling, scale * _LOG2E, sliding_window)
             wg = lax.axis_index("wg")
             pl.when(wg == 0)(block.compute)
             pl.when(wg == 1)(block.fetch)
@@ -119,8 +119,10 @@ class _Item:
 
 
 @dataclasses.dataclass
-class _Block:
+class _Block(ThreadBlock):
     """What one block of threads works with."""
+
+    Item = _Item
 
     heads: jax.Ref
     pages: jax.Ref
@@ -151,7 +153,6 @@ class _Block:
     v_ready: jax.Ref
     kv_free: jax.Ref
     tiling: MosaicTiling
-    num_blocks: int
     scale: float
     sliding_window: int | None
 
@@ -160,15 +161,6 @@ class _Block:
         _, self.num_kv_heads, self.head_dim, _ = self.parts.shape
         self.group = self.heads.shape[0] // math.prod(self.counters.shape)
         self.num_items = self.num_used[0] * self.num_kv_heads
-
-    def place(self, i):
-        # Back and forth, so that no block always gets the longest piece of a round.
-        block = lax.axis_index("block")
-        return i * self.num_blocks + block + lax.rem(i, 2) * (self.num_blocks - 1 - 2 * block)
-
-    def num_own_items(self):
-        rounds = lax.div(self.num_items, self.num_blocks)
-        return rounds + (self.place(rounds) < self.num_items).astype(jnp.int32)
 
     def load_item(self, i):
         """The fields of this block's item i."""
@@ -179,20 +171,12 @@ class _Block:
 
     def for_each_item(self, body):
         """done = body(i, item, done) over the block's items; done counts tiles of keys."""
-
-        def step(i, carry):
-            done, fields = carry
-            # Its loads are under way while this item is worked on.
-            following = self.load_item(i + 1)
-            return body(i, _Item(*fields), done), following
-
         num_items = self.num_own_items()
-
-        def all_items():
-            done, _ = lax.fori_loop(0, num_items, step, (jnp.int32(0), self.load_item(0)))
-            return done
-
-        return lax.cond(num_items > 0, all_items, lambda: jnp.int32(0))
+        return lax.cond(
+            num_items > 0,
+            lambda: self.walk(self.load_item(0), num_items, body),
+            lambda: jnp.int32(0),
+        )
 
     def key_tiles(self, item):
         """First and end of the tiles of keys that hold the item's part of the span."""
@@ -212,7 +196,6 @@ class _Block:
     def fetch(self):
         """Copy queries, keys and values of all items into shared memory, as room comes free."""
         block_size = self.pages.shape[1]
-        tile_blocks = self.tile_k // block_size
 
         def fetch_item(i, item, done):
             slot = lax.rem(i, 2)
@@ -228,32 +211,17 @@ class _Block:
 
             def fetch_tile(j, done):
                 slot = lax.rem(done, self.num_stages)
-                # Only blocks of the span: the table's other entries may be anything.
-                places = [
-                    jnp.clip(j * tile_blocks + n, lowest, highest) for n in range(tile_blocks)
-                ]
-                blocks = [self.tables[item.row, place] for place in places]
+                blocks = self.cache_blocks(item.row, j, lowest, highest)
                 pl.when(done >= self.num_stages)(lambda: plgpu.barrier_wait(self.kv_free.at[slot]))
-                halves = ((self.k_smem, self.k_ready), (self.v_smem, self.v_ready))
-                for half, (smem, ready) in enumerate(halves):
-                    for n, block in enumerate(blocks):
-                        page = (block * self.num_kv_heads + item.head) * 2 + half
-                        rows = pl.ds(n * block_size, block_size)
-                        plgpu.copy_gmem_to_smem(
-                            self.pages.at[page], smem.at[slot, rows], ready.at[slot]
-                        )
+                self.copy_keys(blocks, item.head, slot)
+                self.copy_values(blocks, item.head, slot)
                 return done + 1
 
             return lax.fori_loop(*self.key_tiles(item), fetch_tile, done)
 
         done = self.for_each_item(fetch_item)
-        # A barrier may not go away with an arrival that nobody saw.
-        for free, slots, uses in (
-            (self.q_free, 2, self.num_own_items()),
-            (self.kv_free, self.num_stages, done),
-        ):
-            for slot in range(slots):
-                pl.when(uses > slot)(functools.partial(plgpu.barrier_wait, free.at[slot]))
+        drain(self.q_free, self.num_own_items())
+        drain(self.kv_free, done)
 
     def compute(self):
         def compute_item(i, item, done):

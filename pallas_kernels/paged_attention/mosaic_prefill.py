@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.paged_attention.mosaic_block import ThreadBlock, drain
 from pallas_kernels.paged_attention.tuning import MosaicTiling
 
 # Queries of one warpgroup: the rows of a wgmma instruction.
@@ -105,8 +106,10 @@ class _Item:
 
 
 @dataclasses.dataclass
-class _Block:
+class _Block(ThreadBlock):
     """What one block of threads works with."""
+
+    Item = _Item
 
     q: jax.Ref
     pages: jax.Ref
@@ -136,15 +139,6 @@ class _Block:
         self.tile_k, self.num_stages = self.tiling.tile_k, self.tiling.num_stages
         self.num_items = self.num_tiles[0] * self.num_heads
 
-    def place(self, i):
-        # Back and forth, so that no block always gets the longest context of a round.
-        block = lax.axis_index("block")
-        return i * _NUM_BLOCKS + block + lax.rem(i, 2) * (_NUM_BLOCKS - 1 - 2 * block)
-
-    def num_own_items(self):
-        rounds = lax.div(self.num_items, _NUM_BLOCKS)
-        return rounds + (self.place(rounds) < self.num_items).astype(jnp.int32)
-
     def load_item(self, i):
         """The fields of this block's item i, the last tiles of queries first."""
         item = jnp.maximum(self.num_items - 1 - self.place(i), 0)
@@ -153,16 +147,7 @@ class _Block:
 
     def for_each_item(self, body):
         """done = body(i, item, done) over the block's items; done counts tiles of keys."""
-
-        def step(i, carry):
-            done, fields = carry
-            # Its loads are under way while this item is worked on.
-            following = self.load_item(i + 1)
-            return body(i, _Item(*fields), done), following
-
-        first = (jnp.int32(0), self.load_item(0))
-        done, _ = lax.fori_loop(0, self.num_own_items(), step, first)
-        return done
+        return self.walk(self.load_item(0), self.num_own_items(), body)
 
     def key_tiles(self, item):
         """First and end of the tiles of keys that hold the item's span."""
@@ -178,7 +163,6 @@ class _Block:
         """Copy queries, keys and values of all items into shared memory, as room comes free."""
         plgpu.set_max_registers(40, action="decrease")
         block_size = self.pages.shape[1]
-        tile_blocks = self.tile_k // block_size
         group = self.num_heads // self.num_kv_heads
 
         def fetch_item(i, item, done):
@@ -197,36 +181,19 @@ class _Block:
 
             def fetch_tile(j, done):
                 slot = lax.rem(done, self.num_stages)
-                # Only blocks of the span: the table's other entries may be anything.
-                columns = [
-                    jnp.clip(j * tile_blocks + n, lowest, highest) for n in range(tile_blocks)
-                ]
-                blocks = [self.tables[item.row, column] for column in columns]
-
-                def fetch_half(half, smem, ready, free):
-                    pl.when(done >= self.num_stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-                    for n, block in enumerate(blocks):
-                        page = (block * self.num_kv_heads + kv_head) * 2 + half
-                        rows = pl.ds(n * block_size, block_size)
-                        plgpu.copy_gmem_to_smem(
-                            self.pages.at[page], smem.at[slot, rows], ready.at[slot]
-                        )
-
-                fetch_half(0, self.k_smem, self.k_ready, self.k_free)
-                fetch_half(1, self.v_smem, self.v_ready, self.v_free)
+                blocks = self.cache_blocks(item.row, j, lowest, highest)
+                pl.when(done >= self.num_stages)(lambda: plgpu.barrier_wait(self.k_free.at[slot]))
+                self.copy_keys(blocks, kv_head, slot)
+                pl.when(done >= self.num_stages)(lambda: plgpu.barrier_wait(self.v_free.at[slot]))
+                self.copy_values(blocks, kv_head, slot)
                 return done + 1
 
             return lax.fori_loop(*self.key_tiles(item), fetch_tile, done)
 
         done = self.for_each_item(fetch_item)
-        # A barrier may not go away with an arrival that nobody saw.
-        for free, slots, uses in (
-            (self.q_free, 2, self.num_own_items()),
-            (self.k_free, self.num_stages, done),
-            (self.v_free, self.num_stages, done),
-        ):
-            for slot in range(slots):
-                pl.when(uses > slot)(functools.partial(plgpu.barrier_wait, free.at[slot]))
+        drain(self.q_free, self.num_own_items())
+        drain(self.k_free, done)
+        drain(self.v_free, done)
 
     def compute(self, wg):
         plgpu.set_max_registers(232, action="increase")
