@@ -44,8 +44,8 @@ def in_nucleus(token, row, kind, top, inputs, sizes: tl.constexpr, TILE: tl.cons
                 ids = start + tl.arange(0, TILE)
                 x = shaped(ids, ids < V, row, kind, inputs, sizes)
                 scores = scores_of(x, top, temperature)
-                keep = (x > float("-inf")) & (tl.exp(scores) >= min_p)
-                keep = keep & (order(scores) < drawn_order)
+                # What is likelier than a drawn token passes min_p, as that one did.
+                keep = order(scores) < drawn_order
                 noisy = tl.where(keep, scores + gumbel(key, ids), float("-inf"))
                 best, token = better(best, token, noisy, ids, V)
             done = best == float("-inf")
