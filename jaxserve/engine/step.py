@@ -38,6 +38,10 @@ def make_step(
         hidden, kv_caches = model(token_ids, kv_caches, batch.attention)
         logits = model.logits(hidden[batch.last_tokens])
         sampled, slots = sample(logits, batch.rows, slots, token_masks, impl=model.impl)
+        # XLA puts a call into the update of a slice with its result. As the slots' update reads the
+        # result too, the call is then made twice, before that update and after it, and XLA copies
+        # the slots for the second one.
+        sampled = lax.optimization_barrier(sampled)
         return kv_caches, slots, sampled, hidden
 
     def one_step(params, state: StepState, *inputs) -> StepState:

@@ -34,8 +34,11 @@ CONFIG = ModelConfig.from_hf(
     }
 )
 LAYOUT = BatchLayout(Bucket(32, 32), max_blocks=64, block_size=16)
-SIZES = StateSizes(1000, 16, max_num_seqs=64, max_num_batched_tokens=32, max_num_steps=4)
+SIZES = StateSizes(1000, 16, max_num_seqs=128, max_num_batched_tokens=128, max_num_steps=4)
 ONE = BatchLayout(Bucket(1, 1), max_blocks=64, block_size=16)
+MANY = BatchLayout(Bucket(64, 64), max_blocks=64, block_size=16)
+NUM_OUTPUTS = 2
+"""Token ids and hidden states, copied to where the next step's will be."""
 MOST_PER_LAYER_OF_ONE = 7
 """Four matrix products, one of them with the rotation, two norms, and attention."""
 MOST_PER_LAYER = 13
@@ -76,3 +79,9 @@ def test_a_step_of_one_token_has_few_kernels(tmp_path):
     assert launches.graphs == 1
     assert not launches.outside
     assert launches.kernels[0] <= MOST_PER_LAYER_OF_ONE * NUM_LAYERS + MOST_BESIDE
+
+
+@pytest.mark.parametrize("layout", [ONE, LAYOUT, MANY])
+def test_a_step_copies_nothing_but_what_it_leaves(tmp_path, layout):
+    thunks = thunks_of_step(tmp_path, 1, layout)
+    assert sum(thunk.kind == "kCopy" for thunk in every_thunk(thunks)) <= NUM_OUTPUTS
