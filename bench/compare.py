@@ -78,7 +78,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-model-len", type=int, default=4352)
     parser.add_argument("--warm-up-s", type=float, default=3.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--profile", action="store_true", help="count kernels in decode")
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="count kernels in decode, in each engine's first turn",
+    )
     parser.add_argument("--no-ceilings", action="store_true", help="measure no ceilings, no floors")
     parser.add_argument("--no-check", action="store_true", help="of jaxserve's logits, before")
     parser.add_argument("--time-limit-s", type=float, help="start no engine that may end after it")
@@ -231,8 +235,8 @@ def main() -> int:
             "command": describe()["command"],
             "requests": write_requests(args, folder),
         }
-        for name in ("dtype", "batch_sizes", "input_len", "output_len", "profile",
-                     "max_num_seqs", "max_model_len", "warm_up_s", "seed"):  # fmt: skip
+        for name in ("dtype", "batch_sizes", "input_len", "output_len", "max_num_seqs",
+                     "max_model_len", "warm_up_s", "seed"):  # fmt: skip
             job[name] = getattr(args, name)
         missing = functools.partial(missing_workloads, result["records"], args.workloads)
         turns = ((turn, name) for turn in itertools.count() for name in args.engines)
@@ -249,8 +253,17 @@ def main() -> int:
             started = time.monotonic()
             options = options_of(engine, args.option)
             own = {name: options.pop(name) for name in list(options) if name in job}
-            todo = job | own | {"engine": engine, "turn": turn, "engine_options": options}
-            todo["workloads"] = workloads
+            todo = (
+                job
+                | own
+                | {
+                    "engine": engine,
+                    "turn": turn,
+                    "engine_options": options,
+                    "workloads": workloads,
+                    "profile": args.profile and turn == 0,
+                }
+            )
             result["records"] += run_turn(args, engine, todo, folder)
             longest_s[engine] = max(longest_s.get(engine, 0), time.monotonic() - started)
             result["ratios"] = ratios_of(result["records"])

@@ -31,7 +31,7 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jaxserve.bench.ceilings import copy_bandwidth
 from jaxserve.bench.engine import JaxserveEngine
 from jaxserve.bench.environment import describe
-from jaxserve.bench.offline import time_steps
+from jaxserve.bench.offline import SHORT_OUTPUT, profiled_steps, time_steps
 from jaxserve.bench.profile import is_copy, trace
 from jaxserve.bench.shapes import SHAPES, write_shape
 from jaxserve.bench.thunks import count_launches, dump_options, every_thunk, read_thunks
@@ -39,8 +39,7 @@ from jaxserve.bench.workloads import TokenRequest, make_requests
 from jaxserve.engine.programs import GPU_OPTIONS
 from jaxserve.model.config import ModelConfig
 
-_STEPS_PROFILED = 16
-_FIRST_TOKENS = 8
+_LEAST_OUTPUT = 8
 
 
 @dataclass(frozen=True)
@@ -75,8 +74,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="a file for the same as JSON")
     args = parser.parse_args()
-    if args.phase == "decode" and args.output_len < 2 * _FIRST_TOKENS + _STEPS_PROFILED:
-        parser.error(f"--output-len must be at least {2 * _FIRST_TOKENS + _STEPS_PROFILED}")
+    if args.phase == "decode" and args.output_len < _LEAST_OUTPUT:
+        parser.error(f"--output-len must be at least {_LEAST_OUTPUT}, got {args.output_len}")
     return args
 
 
@@ -85,16 +84,15 @@ def decode_phase(args: argparse.Namespace, vocab_size: int) -> Phase:
         lengths = [(args.input_len, num_steps)] * args.batch_size
         return make_requests(lengths, vocab_size, args.seed)
 
-    short = min(64, args.output_len // 4)
-    # The profiled steps are the first ones: their contexts are what counts here.
-    middle = args.input_len + _FIRST_TOKENS + _STEPS_PROFILED / 2
+    short = min(SHORT_OUTPUT, args.output_len // 4)
+    profiled = profiled_steps(short, args.output_len)
     return Phase(
         "decode",
         requests,
         (short, args.output_len),
-        (_FIRST_TOKENS, _FIRST_TOKENS + _STEPS_PROFILED),
+        profiled,
         args.batch_size,
-        args.batch_size * middle,
+        args.batch_size * (args.input_len + sum(profiled) / 2),
     )
 
 

@@ -12,7 +12,8 @@ SHORT_OUTPUT = 64
 """Most output tokens of the shorter of a decode step's two runs, and of a warm-up's requests."""
 WARM_REQUESTS = 128
 """Most requests of a workload's warm-up."""
-_PROFILED = (8, 24)
+_STEPS_PROFILED = 16
+"""At most."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,8 @@ def run_decode(
 
     `host_gap_ms` is how long the device may have waited for the launch of one, over all decode
     steps of these runs, where the engine tells. The context grows from `input_len` plus the short
-    output to `input_len + output_len`.
+    output to `input_len + output_len`. A profile is of the steps in the middle, whose contexts are
+    the mean of those that are timed.
     """
     short = min(SHORT_OUTPUT, output_len // 4)
     rows: dict[int, Row] = {}
@@ -106,9 +108,10 @@ def run_decode(
         if gap_ms is not None:
             gaps_ms[batch_size] = gap_ms
         if profile:
-            found = [engine.profile(batch(num_tokens)) for num_tokens in _PROFILED]
+            first, end = profiled_steps(short, output_len)
+            found = [engine.profile(batch(num_tokens)) for num_tokens in (first, end)]
             if None not in found:
-                stats = _per_step(*found)
+                stats = _per_step(*found, end - first)
                 stats["busy_share"] = round(stats["busy_ms"] / rows[batch_size].value, 3)
                 kernels[batch_size] = stats
     first = min(batch_sizes)
@@ -152,13 +155,20 @@ def time_steps(
     return row, sum(gaps_ms) / len(gaps_ms) if gaps_ms else None
 
 
-def _per_step(few: KernelStats, many: KernelStats) -> dict[str, float]:
+def profiled_steps(short: int, output_len: int) -> tuple[int, int]:
+    """The middle of the steps `short` to `output_len`, as outputs of two runs that differ by them.
+    The shorter one has to be long enough for all prompts to be done."""
+    middle = (short + output_len) // 2
+    half = min(_STEPS_PROFILED, output_len - short) // 2
+    return middle - half, middle + half
+
+
+def _per_step(few: KernelStats, many: KernelStats, num_steps: int) -> dict[str, float]:
     """What a decode step adds to a profile."""
-    steps = _PROFILED[1] - _PROFILED[0]
     return {
-        "kernels": round((many.num_kernels - few.num_kernels) / steps, 1),
-        "copies": round((many.num_copies - few.num_copies) / steps, 1),
-        "busy_ms": round((many.busy_s - few.busy_s) / steps * 1000, 4),
+        "kernels": round((many.num_kernels - few.num_kernels) / num_steps, 1),
+        "copies": round((many.num_copies - few.num_copies) / num_steps, 1),
+        "busy_ms": round((many.busy_s - few.busy_s) / num_steps * 1000, 4),
     }
 
 

@@ -143,6 +143,23 @@ def test_decode_steps_are_told_from_prefill(engine):
     assert engine.calls[:5] == [[(16, n)] for n in (64, 64, 512, 64, 512)]
 
 
+@pytest.mark.parametrize(
+    ("output_len", "lengths"), [(512, [280, 296]), (64, [32, 48]), (8, [2, 8])]
+)
+def test_steps_are_profiled_where_contexts_are_the_mean(engine, output_len, lengths):
+    profiled = []
+    profile = engine.profile
+
+    def spy(requests):
+        profiled.append(requests[0].output_len)
+        return profile(requests)
+
+    engine.profile = spy
+    result = run_decode(engine, [4], 16, output_len, 50, seed=0, warm_up_s=0, profile=True)
+    assert profiled == lengths
+    assert result["profiles"]["4"]["kernels"] == 30
+
+
 def test_an_engine_that_tells_no_waits(engine):
     engine.waits = lambda kind: None
     assert run_decode(engine, [1], 8, 64, 50, 0, 0)["host_gap_ms"] == {}
