@@ -134,6 +134,27 @@ def latency(*results: dict) -> Table:
     return lines
 
 
+def startup(*results: dict) -> Table:
+    """Seconds until ready with nothing compiled and with everything, and what takes them. Weights
+    load while programs compile."""
+    phases = {"import": "import", "compile": "compile", "weights": "weights", "warm_up": "warm-up"}
+    lines = [
+        f"| model, cache | ready | {' | '.join(phases.values())} |",
+        f"|---|{'---|' * (1 + len(phases))}",
+    ]
+    for result in results:
+        flag = " !" if result["flagged"] else ""
+        for kind, cache in (("cold", "empty"), ("warm", "full")):
+            starts = result["starts"][kind]
+            ready = " / ".join(f"{start['ready_s']:.1f}" for start in starts) + " s" + flag
+            cells = [
+                " / ".join(f"{start['phases_s'][phase]:.1f}" for start in starts)
+                for phase in phases
+            ]
+            lines.append(f"| {result['model']}, {cache} | {ready} | {' | '.join(cells)} |")
+    return lines
+
+
 def linear(result: dict, other: str = "cuBLAS") -> Table:
     """Each product's kernel and what it was compared with."""
     lines = [
@@ -178,6 +199,7 @@ TABLES: dict[str, Callable[..., Table]] = {
     "paged_attention_decode_h200": paged_attention,
     "paged_attention_h200": paged_attention,
     "latency-*": latency,
+    "startup-*": startup,
     "linear_h200": linear,
     "linear_normed_h200": functools.partial(linear, other="two kernels"),
     "linear_many_h200": linear,
