@@ -45,34 +45,32 @@ def greedy(request: TokenRequest, **fields: Any) -> SamplingParams:
     return SamplingParams(temperature=0, ignore_eos=True, max_tokens=request.output_len, **fields)
 
 
-def timed_engine(requests: list[TokenRequest], fields: dict[str, Any]) -> list[tuple]:
+def single_steps(llm: LLM, requests: list[TokenRequest]) -> list[tuple]:
     params = [greedy(request, logprobs=0, prompt_logprobs=0) for request in requests]
-    with LLM(**fields) as llm:
-        outputs = llm.generate([r.prompt_token_ids for r in requests], params, use_tqdm=False)
-        return [logprobs_of(output) for output in outputs]
+    outputs = llm.generate([r.prompt_token_ids for r in requests], params, use_tqdm=False)
+    return [logprobs_of(output) for output in outputs]
 
 
-def several_steps(requests: list[TokenRequest], fields: dict[str, Any]) -> list[list[int]]:
+def several_steps(llm: LLM, requests: list[TokenRequest]) -> list[list[int]]:
     """Ids of prompts and answers. RuntimeError if no dispatch has taken several steps: then
     `num_scheduler_steps`, over 1, has to be among the fields."""
-    with LLM(**fields) as llm:
-        engine = llm.engine
-        submissions = [engine.prepare(r.prompt_token_ids, greedy(r)) for r in requests]
-        outputs = {s.output.request_id: s.output for s in submissions}
-        for submission in submissions:
-            engine.add(submission)
-        num_dispatches = 0
-        while engine.has_unfinished:
-            num_dispatches += 1
-            for delta in engine.step():
-                outputs[delta.request_id].apply(delta)
-        if engine.stats().num_steps <= num_dispatches:
-            raise RuntimeError(
-                "no dispatch has taken several steps, so nothing was compared: pass "
-                """--options '{"num_scheduler_steps": 4}', since by default this model takes one """
-                "on this device"
-            )
-        return [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs.values()]
+    engine = llm.engine
+    submissions = [engine.prepare(r.prompt_token_ids, greedy(r)) for r in requests]
+    outputs = {s.output.request_id: s.output for s in submissions}
+    for submission in submissions:
+        engine.add(submission)
+    num_dispatches, steps_before = 0, engine.stats().num_steps
+    while engine.has_unfinished:
+        num_dispatches += 1
+        for delta in engine.step():
+            outputs[delta.request_id].apply(delta)
+    if engine.stats().num_steps - steps_before <= num_dispatches:
+        raise RuntimeError(
+            "no dispatch has taken several steps, so nothing was compared: pass "
+            """--options '{"num_scheduler_steps": 4}', since by default this model takes one """
+            "on this device"
+        )
+    return [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs.values()]
 
 
 def reference(sequences: list[list[int]], fields: dict[str, Any]) -> list[list[tuple]]:
@@ -98,8 +96,8 @@ def up_to_first_difference(one: list[int], other: list[int]) -> list[list[int]]:
 
 def check(requests: list[TokenRequest], fields: dict[str, Any]) -> dict[str, Any]:
     """The differences, and whether they pass. `fields` are EngineConfig's."""
-    ours = timed_engine(requests, fields)
-    several = several_steps(requests, fields)
+    with LLM(**fields) as llm:
+        ours, several = single_steps(llm, requests), several_steps(llm, requests)
     parted = [
         ids
         for (single, _), others in zip(ours, several, strict=True)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from jaxserve import LLM
 from jaxserve.bench.shapes import write_shape
 from jaxserve.bench.workloads import make_requests
 
@@ -28,7 +29,7 @@ def fields(tmp_path):
 
 def test_right_and_wrong_answers(check_logits, fields, monkeypatch):
     found = {}
-    for name in ("timed_engine", "several_steps"):
+    for name in ("single_steps", "several_steps"):
         run = getattr(check_logits, name)
         monkeypatch.setattr(
             check_logits, name, lambda *args, name=name, run=run: found.setdefault(name, run(*args))
@@ -50,8 +51,11 @@ def test_right_and_wrong_answers(check_logits, fields, monkeypatch):
 
 
 def test_single_steps_are_no_comparison(check_logits, fields):
-    with pytest.raises(RuntimeError, match=r'pass --options .{"num_scheduler_steps": 4}'):
-        check_logits.several_steps(REQUESTS, fields | {"num_scheduler_steps": 1})
+    with (
+        LLM(**fields | {"num_scheduler_steps": 1}) as llm,
+        pytest.raises(RuntimeError, match=r'pass --options .{"num_scheduler_steps": 4}'),
+    ):
+        check_logits.several_steps(llm, REQUESTS)
 
 
 def test_up_to_the_first_difference(check_logits):
