@@ -17,6 +17,7 @@ import functools
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,7 @@ from ratios import ratios_of
 
 from jaxserve.bench.environment import describe
 from jaxserve.bench.floors import decode_floor_ms, workload_floor_s
+from jaxserve.bench.offline import SHORT_OUTPUT
 from jaxserve.bench.shapes import SHAPES, write_shape
 from jaxserve.bench.workloads import is_prefill, lengths_of, make_requests, save_requests
 
@@ -81,7 +83,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--profile",
         action="store_true",
-        help="count kernels in decode, in each engine's first turn",
+        help="count kernels in decode, in one turn of each engine",
     )
     parser.add_argument("--no-ceilings", action="store_true", help="measure no ceilings, no floors")
     parser.add_argument("--no-check", action="store_true", help="of jaxserve's logits, before")
@@ -100,7 +102,14 @@ def parse() -> argparse.Namespace:
         help="an interpreter for one engine (default: this one)",
     )  # fmt: skip
     parser.add_argument("--output-dir", type=Path, default=Path("bench/results"))
-    return parser.parse_args()
+    args = parser.parse_args()
+    if not re.fullmatch(r"[\w.-]+", args.session):
+        parser.error(f"--session is part of a file's name, got {args.session!r}")
+    if args.output_len < 8:
+        parser.error(f"--output-len must be at least 8, got {args.output_len}")
+    if max(args.batch_sizes) > args.max_num_seqs:
+        parser.error(f"--batch-sizes must be at most --max-num-seqs, {args.max_num_seqs}")
+    return args
 
 
 def options_of(engine: str, given: list[str]) -> dict[str, Any]:
@@ -180,7 +189,8 @@ def floors(args: argparse.Namespace, ceilings: dict[str, Any]) -> dict[str, Any]
     """The least milliseconds of a decode step by batch size, at the middle of its context, and the
     highest rates of each workload."""
     shape, itemsize = SHAPES[args.shape], 2 if args.dtype == "bfloat16" else 4
-    middle = args.input_len + (args.output_len + 64) / 2
+    short = min(SHORT_OUTPUT, args.output_len // 4)
+    middle = args.input_len + (args.output_len + short) / 2
     rates = ceilings["copy_bytes_per_s"], ceilings["matmul_flops_per_s"]
     found: dict[str, dict[str, float]] = {
         "decode_step_ms": {
@@ -261,7 +271,7 @@ def main() -> int:
                     "turn": turn,
                     "engine_options": options,
                     "workloads": workloads,
-                    "profile": args.profile and turn == 0,
+                    "profile": args.profile and not has_profile(result["records"], engine),
                 }
             )
             result["records"] += run_turn(args, engine, todo, folder)
@@ -281,6 +291,11 @@ def missing_workloads(
     """What an engine has yet to do in a turn: all, or what its process did not live to do."""
     done = {r["workload"] for r in records if (r["turn"], r["engine"]) == (turn, engine)}
     return [workload for workload in workloads if workload not in done]
+
+
+def has_profile(records: list[dict[str, Any]], engine: str) -> bool:
+    """Whether one of an engine's turns has counted kernels: one is enough."""
+    return any(r["engine"] == engine and r.get("profiles") for r in records)
 
 
 def turns_of(engines: list[str], first: int, number: int) -> Iterator[tuple[int, str]]:

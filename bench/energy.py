@@ -1,6 +1,6 @@
 """Energy of the kernels that a large decode batch waits for, at the GPU's power limit.
 
-    PYTHONPATH=. python bench/energy.py --output bench/results/energy_h200.json
+    PYTHONPATH=. python bench/energy.py --output energy.json
 
 Each row runs one kernel again and again, over weights or caches that together exceed the L2 cache,
 until clock and power have settled: microseconds and millijoules a call, by the driver's readings of
@@ -24,7 +24,7 @@ from jax import lax
 from linear import PRODUCTS
 from paged_attention import LLAMA_8B, Timer, Work, shape_of
 
-from jaxserve.bench.environment import describe, write_result
+from jaxserve.bench.environment import describe
 from jaxserve.bench.timing import Row, measure
 from jaxserve.engine.programs import GPU_OPTIONS
 from pallas_kernels.linear import linear, linear_parts
@@ -69,8 +69,8 @@ def seconds_of(one: Callable, shared: Any, varied: Sequence[Any]) -> Row:
 def products(num_tokens: int) -> Iterator[tuple[str, Row]]:
     layer = [p for p in PRODUCTS if p.name.startswith("8B") and not p.is_head]
     for product in layer:
-        keys = jax.random.split(jax.random.key(0), 1 + max(4, round(
-            ROTATED_BYTES / (2 * product.out_size * product.in_size))))  # fmt: skip
+        num_weights = max(4, round(ROTATED_BYTES / (2 * product.out_size * product.in_size)))
+        keys = jax.random.split(jax.random.key(0), 1 + num_weights)
         normal = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
         x = normal(keys[0], (num_tokens, product.in_size))
         weights = [normal(key, (product.out_size, product.in_size)) for key in keys[1:]]
@@ -102,14 +102,18 @@ def attention(num_rows: int, context: int) -> Iterator[tuple[str, Row]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--num-tokens", type=int, default=256, help="rows of the decode batch")
-    parser.add_argument("--context", type=int, default=800)
+    parser.add_argument("--context", type=int, default=800, help="tokens, over 32")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
+    if args.num_tokens < 1 or args.context <= 32:
+        parser.error("--num-tokens must be at least 1 and --context over 32")
     if jax.default_backend() != "gpu":
         raise SystemExit("energy is a GPU's: this machine's JAX has none")
     result = describe(threads=1) | {"benchmark": "energy", "rows": []}
     for work in (attention(args.num_tokens, args.context), products(args.num_tokens)):
         for name, row in work:
+            if row.clock["power_w"] is None:
+                raise SystemExit("this GPU's driver does not tell its power")
             figures = {
                 "what": name,
                 "us": round(row.value * 1e6, 2),
@@ -120,7 +124,7 @@ def main() -> None:
             }
             print(json.dumps(figures), flush=True)
             result["rows"].append(figures)
-            write_result(args.output, result)
+            args.output.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

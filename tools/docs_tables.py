@@ -9,6 +9,7 @@ import functools
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -120,6 +121,7 @@ def latency(*results: dict) -> Table:
     batch_sizes = sorted({int(size) for result in results for size in result["decode_step_ms"]})
     head = " | ".join(f"batch {size}" for size in batch_sizes)
     lines = [f"| model, requests | {head} | ready after |", f"|---|{'---|' * len(batch_sizes)}---|"]
+    runs: Counter[str] = Counter()
     for result in results:
         cells = []
         for size in map(str, batch_sizes):
@@ -130,6 +132,9 @@ def latency(*results: dict) -> Table:
         kind = "sampled" if result["sampled"] else "greedy"
         first, last = result["input_len"], result["input_len"] + result["output_len"]
         where = f"{result['model']}, {kind}, contexts of {first} to {last} tokens"
+        runs[where] += 1
+        if runs[where] > 1:
+            where += f", run {runs[where]}"
         lines.append(f"| {where} | {' | '.join(cells)} | {result['ready_s']:.1f} s |")
     return lines
 
@@ -211,13 +216,15 @@ TABLES: dict[str, Callable[..., Table]] = {
 
 
 def filled(text: str) -> str:
-    """The document with the tables made anew that have results."""
+    """The document with its tables made anew. SystemExit where one has no results."""
     for name, make in TABLES.items():
         results = [json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"{name}.json"))]
         markers = re.compile(
             rf"(<!-- {re.escape(name)} -->\n).*?(<!-- /{re.escape(name)} -->)", re.DOTALL
         )
-        if results and markers.search(text):
+        if markers.search(text):
+            if not results:
+                raise SystemExit(f"{name}: a table without a file in {RESULTS.relative_to(ROOT)}")
             table = "\n".join(make(*results)) + "\n"
             text = markers.sub(lambda m, table=table: m[1] + table + m[2], text)
     return text

@@ -39,7 +39,7 @@ from jaxserve.bench.workloads import TokenRequest, make_requests
 from jaxserve.engine.programs import GPU_OPTIONS
 from jaxserve.model.config import ModelConfig
 
-_LEAST_OUTPUT = 8
+_LEAST_OUTPUT = 32
 
 
 @dataclass(frozen=True)

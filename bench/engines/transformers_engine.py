@@ -19,6 +19,7 @@ class TransformersEngine:
     name = "transformers"
     version = transformers.__version__
     num_gpus = 1
+    max_num_batched_tokens = None
 
     def __init__(self, job: dict[str, Any]) -> None:
         begin = time.perf_counter()

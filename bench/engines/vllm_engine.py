@@ -47,6 +47,7 @@ class VllmEngine:
         self.dtype = job["dtype"]
         self.num_gpus = options.get("tensor_parallel_size", 1)
         self.max_num_seqs = job["max_num_seqs"]
+        self.max_num_batched_tokens = options["max_num_batched_tokens"]
         # Its own dummy weights are near zero: all logits tie.
         self._call("bench_randomize", job["seed"])
         self.settings = options | self._call("bench_describe") | {"torch": torch.__version__}

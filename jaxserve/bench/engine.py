@@ -33,6 +33,7 @@ class JaxserveEngine:
         self.dtype = str(engine.dtype)
         self.num_gpus = engine.config.tensor_parallel_size
         self.max_num_seqs = engine.scheduler_config.max_num_seqs
+        self.max_num_batched_tokens = engine.scheduler_config.max_num_batched_tokens
         self.vocab_size = engine.model_config.vocab_size
         self.settings = {
             name: value
@@ -40,7 +41,7 @@ class JaxserveEngine:
             if name not in ("model", "compilation_cache_dir")
         }
         self.settings |= {
-            "max_num_batched_tokens": engine.scheduler_config.max_num_batched_tokens,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
             "num_blocks": engine.scheduler_config.num_blocks,
             "steps_in_dispatch": {str(n): steps for n, steps in engine.steps_in_dispatch.items()},
             "startup_s": engine.startup_s,

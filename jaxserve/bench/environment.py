@@ -70,8 +70,8 @@ def write_result(path: Path, result: dict[str, Any]) -> None:
 
 
 def _program(path: str) -> str:
-    """`jaxserve`, or `python` and the script below the current folder."""
-    if Path(path).stem in ("jaxserve", "__main__"):
+    """`jaxserve`, also by `python -c`, or `python` and the script below the current folder."""
+    if Path(path).stem in ("jaxserve", "__main__", "-c"):
         return "jaxserve"
     script = Path(path)
     if script.is_absolute() and script.is_relative_to(Path.cwd()):

@@ -1,5 +1,6 @@
 """Throughput, prefill and decode steps of an engine in this process, whichever it is."""
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ class OfflineEngine(Protocol):
     dtype: str
     num_gpus: int
     max_num_seqs: int
+    max_num_batched_tokens: int | None
+    """Of one step; None where a step takes all prompts."""
     ready_s: float
     """From the start of making the engine until it could take requests."""
     settings: dict[str, Any]
@@ -91,9 +94,18 @@ def run_decode(
     `host_gap_ms` is how long the device may have waited for the launch of one, over all decode
     steps of these runs, where the engine tells. The context grows from `input_len` plus the short
     output to `input_len + output_len`. A profile is of the steps in the middle, whose contexts are
-    the mean of those that are timed.
+    the mean of those that are timed. ValueError where the short output is done before all prompts
+    are.
     """
     short = min(SHORT_OUTPUT, output_len // 4)
+    budget = engine.max_num_batched_tokens
+    prompt_steps = math.ceil(max(batch_sizes) * input_len / budget) if budget else 0
+    if prompt_steps > short:
+        raise ValueError(
+            f"output_len must be longer, or max_num_batched_tokens more, than {output_len} and "
+            f"{budget}: {max(batch_sizes)} prompts of {input_len} tokens take {prompt_steps} "
+            f"steps, and decode steps are told from those by what comes after {short} tokens"
+        )
     rows: dict[int, Row] = {}
     kernels: dict[int, dict[str, float]] = {}
     gaps_ms: dict[int, float] = {}
@@ -156,8 +168,7 @@ def time_steps(
 
 
 def profiled_steps(short: int, output_len: int) -> tuple[int, int]:
-    """The middle of the steps `short` to `output_len`, as outputs of two runs that differ by them.
-    The shorter one has to be long enough for all prompts to be done."""
+    """The middle of the steps `short` to `output_len`: outputs of two runs that differ by it."""
     middle = (short + output_len) // 2
     half = min(_STEPS_PROFILED, output_len - short) // 2
     return middle - half, middle + half

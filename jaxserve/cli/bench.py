@@ -96,6 +96,10 @@ def _latency(args: argparse.Namespace) -> int:
         "max_model_len": args.input_len + args.output_len,
         "max_num_seqs": max(args.batch_sizes),
     }
+    for name, least in need.items():
+        if (told := getattr(args, name, None)) is not None and told < least:
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(f"{flag} must be at least {least} for these requests, got {told}")
     with _engine(args, need, args.sampled) as (engine, record):
         from jaxserve.bench.offline import run_decode
 
@@ -147,6 +151,8 @@ def _startup(args: argparse.Namespace) -> int:
 @contextmanager
 def _fields(args: argparse.Namespace, need: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """EngineConfig's fields: those given, and `need` for the others."""
+    if args.output_json is not None and not args.output_json.parent.is_dir():
+        raise UsageError(f"--output-json: there is no folder {args.output_json.parent}")
     fields = need | given(args, EngineConfig, skip=_NO_FLAGS)
     fields |= {"skip_tokenizer_init": True, "enable_prefix_caching": False}
     fields["seed"] = getattr(args, "seed", 0)

@@ -40,6 +40,7 @@ class FakeEngine:
     the host is to blame for 0.25 ms of that, and for a time that differs before the first."""
 
     max_num_seqs = 4
+    max_num_batched_tokens = 8
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -147,6 +148,7 @@ def test_decode_steps_are_told_from_prefill(engine):
     ("output_len", "lengths"), [(512, [280, 296]), (64, [32, 48]), (8, [2, 8])]
 )
 def test_steps_are_profiled_where_contexts_are_the_mean(engine, output_len, lengths):
+    engine.max_num_batched_tokens = None
     profiled = []
     profile = engine.profile
 
@@ -158,6 +160,16 @@ def test_steps_are_profiled_where_contexts_are_the_mean(engine, output_len, leng
     result = run_decode(engine, [4], 16, output_len, 50, seed=0, warm_up_s=0, profile=True)
     assert profiled == lengths
     assert result["profiles"]["4"]["kernels"] == 30
+
+
+def test_decode_steps_need_all_prompts_done(engine):
+    # 4 prompts of 16 tokens, 8 a step.
+    with pytest.raises(ValueError, match=r"4 prompts of 16 tokens take 8 steps.* after 7 tokens"):
+        run_decode(engine, [1, 4], 16, 31, vocab_size=50, seed=0, warm_up_s=0)
+    assert not engine.calls
+    run_decode(engine, [1, 4], 16, 32, vocab_size=50, seed=0, warm_up_s=0)
+    engine.max_num_batched_tokens = None
+    run_decode(engine, [1, 4], 16, 31, vocab_size=50, seed=0, warm_up_s=0)
 
 
 def test_an_engine_that_tells_no_waits(engine):
@@ -311,7 +323,7 @@ def test_latency_greedy_and_sampled(cli, monkeypatch, flags):
 
     monkeypatch.setattr("jaxserve.LLM", FakeLLM, raising=False)
     code, out, _ = cli("bench", "latency", "--shape", "tiny", "--batch-sizes", 2, "--input-len", 3,
-                       "--output-len", 8, "--warm-up-s", 0, *flags)  # fmt: skip
+                       "--output-len", 16, "--warm-up-s", 0, *flags)  # fmt: skip
     assert code == 0
     record = json.loads(out)
     assert record["sampled"] is bool(flags)
@@ -353,6 +365,28 @@ def test_a_start_that_fails_says_why(cli):
         (("latency", "--shape", "huge"), "invalid choice: 'huge'"),
         (("latency", "--shape", "tiny", "--batch-sizes", 0), "must be at least 1, got 0"),
         (("latency", "--shape", "tiny", "--output-len", 4), "--output-len must be at least 8"),
+        (
+            ("latency", "--shape", "tiny", "--batch-sizes", 1, 8, "--max-num-seqs", 2),
+            "--max-num-seqs must be at least 8 for these requests, got 2",
+        ),
+        (
+            (
+                "latency",
+                "--shape",
+                "tiny",
+                "--input-len",
+                9,
+                "--output-len",
+                64,
+                "--max-model-len",
+                64,
+            ),
+            "--max-model-len must be at least 73 for these requests, got 64",
+        ),
+        (
+            ("latency", "--shape", "tiny", "--output-json", "no/such/folder/x.json"),
+            "no folder no/such",
+        ),
         (("throughput", "--shape", "tiny", "--workload", "big"), "no workload 'big'"),
         (("throughput", "--shape", "tiny", "--block-size", 9), "block_size must be 8, 16"),
         (("startup", "--shape", "tiny", "--compilation-cache-dir", "a"), "of its own"),

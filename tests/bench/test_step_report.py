@@ -1,5 +1,7 @@
 """Bytes of kernels, read from a program's text, and the rows of a step's report."""
 
+from types import SimpleNamespace
+
 import pytest
 
 HLO = """\
@@ -75,3 +77,11 @@ def test_rows_have_bytes_only_where_they_are_known(script):
         ("_attend", 20e6, "model", 50.0),
         ("loop_add", 4e6, "hlo", 50.0),
     ]
+
+
+def test_a_decode_steps_contexts_are_those_of_the_profile(script):
+    args = SimpleNamespace(input_len=512, output_len=512, batch_size=256, seed=0)
+    phase = script("tools", "step_report").decode_phase(args, vocab_size=50)
+    assert (phase.timed_steps, phase.profiled_steps) == ((64, 512), (280, 296))
+    assert phase.context_tokens == 256 * (512 + 288)
+    assert len(phase.requests(280)) == phase.num_tokens == 256
