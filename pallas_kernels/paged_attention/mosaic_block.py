@@ -2,6 +2,7 @@
 share of the items, and copies the keys and values of each from the paged cache."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,8 @@ class ThreadBlock:
 
     Item: type
     """Makes an item, as the kernel sees it, of the fields that `load_item` gives."""
+    load_item: Callable[[jax.Array], tuple[jax.Array, ...]]
+    """The fields of this block's item i; of any item, where i is past its last."""
     num_items: jax.Array
     """Of all blocks."""
     pages: jax.Ref
@@ -40,10 +43,6 @@ class ThreadBlock:
         rounds = lax.div(self.num_items, lax.axis_size("block"))
         return rounds + (self.place(rounds) < self.num_items).astype(jnp.int32)
 
-    def load_item(self, i):
-        """The fields of this block's item i; of any item, where i is past its last."""
-        raise NotImplementedError
-
     def walk(self, first, num_items, body):
         """done = body(i, item, done) over the block's items, `first` being the fields of item 0;
         done counts tiles of keys."""
@@ -58,8 +57,8 @@ class ThreadBlock:
         return done
 
     def cache_blocks(self, row, j, lowest, highest):
-        """The cache blocks of a row's tile j of keys, at places lowest .. highest of its block
-        table, which hold what the item's queries see."""
+        """The cache blocks of a row's tile j of keys: those at places `lowest` to `highest` of its
+        block table, which hold what the item's queries see."""
         tile_blocks = self.tile_k // self.pages.shape[1]
         # Only blocks of the span: the table's other entries may be anything.
         places = [jnp.clip(j * tile_blocks + n, lowest, highest) for n in range(tile_blocks)]
