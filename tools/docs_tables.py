@@ -215,13 +215,17 @@ TABLES: dict[str, Callable[..., Table]] = {
 """By the names of their result files, without the ending."""
 
 
+def _markers(name: str) -> re.Pattern[str]:
+    """Both of a table's, and what is between."""
+    name = re.escape(name)
+    return re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+
+
 def filled(text: str) -> str:
     """The document with its tables made anew. SystemExit where one has no results."""
     for name, make in TABLES.items():
         results = [json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"{name}.json"))]
-        markers = re.compile(
-            rf"(<!-- {re.escape(name)} -->\n).*?(<!-- /{re.escape(name)} -->)", re.DOTALL
-        )
+        markers = _markers(name)
         if markers.search(text):
             if not results:
                 raise SystemExit(f"{name}: a table without a file in {RESULTS.relative_to(ROOT)}")
@@ -235,12 +239,16 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
     changed = False
+    shown = set()
     for path in sorted((ROOT / "docs").glob("*.md")):
         before = path.read_text()
+        shown |= {name for name in TABLES if _markers(name).search(before)}
         after = filled(before)
         changed |= before != after
         if not args.check:
             path.write_text(after)
+    if missing := TABLES.keys() - shown:
+        raise SystemExit(f"docs/ has no place for {', '.join(sorted(missing))}")
     return int(args.check and changed)
 
 
