@@ -30,7 +30,7 @@ from ratios import ratios_of
 
 from jaxserve.bench.environment import describe
 from jaxserve.bench.floors import decode_floor_ms, workload_floor_s
-from jaxserve.bench.offline import SHORT_OUTPUT
+from jaxserve.bench.offline import short_output
 from jaxserve.bench.shapes import SHAPES, write_shape
 from jaxserve.bench.workloads import is_prefill, lengths_of, make_requests, save_requests
 
@@ -189,8 +189,7 @@ def floors(args: argparse.Namespace, ceilings: dict[str, Any]) -> dict[str, Any]
     """The least milliseconds of a decode step by batch size, at the middle of its context, and the
     highest rates of each workload."""
     shape, itemsize = SHAPES[args.shape], 2 if args.dtype == "bfloat16" else 4
-    short = min(SHORT_OUTPUT, args.output_len // 4)
-    middle = args.input_len + (args.output_len + short) / 2
+    middle = args.input_len + (args.output_len + short_output(args.output_len)) / 2
     rates = ceilings["copy_bytes_per_s"], ceilings["matmul_flops_per_s"]
     found: dict[str, dict[str, float]] = {
         "decode_step_ms": {
@@ -263,17 +262,9 @@ def main() -> int:
             started = time.monotonic()
             options = options_of(engine, args.option)
             own = {name: options.pop(name) for name in list(options) if name in job}
-            todo = (
-                job
-                | own
-                | {
-                    "engine": engine,
-                    "turn": turn,
-                    "engine_options": options,
-                    "workloads": workloads,
-                    "profile": args.profile and not has_profile(result["records"], engine),
-                }
-            )
+            todo = job | own | {"engine": engine, "turn": turn, "engine_options": options}
+            todo["workloads"] = workloads
+            todo["profile"] = args.profile and not has_profile(result["records"], engine)
             result["records"] += run_turn(args, engine, todo, folder)
             longest_s[engine] = max(longest_s.get(engine, 0), time.monotonic() - started)
             result["ratios"] = ratios_of(result["records"])

@@ -31,7 +31,7 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jaxserve.bench.ceilings import copy_bandwidth
 from jaxserve.bench.engine import JaxserveEngine
 from jaxserve.bench.environment import describe
-from jaxserve.bench.offline import SHORT_OUTPUT, profiled_steps, time_steps
+from jaxserve.bench.offline import profiled_steps, short_output, time_steps
 from jaxserve.bench.profile import is_copy, trace
 from jaxserve.bench.shapes import SHAPES, write_shape
 from jaxserve.bench.thunks import count_launches, dump_options, every_thunk, read_thunks
@@ -84,7 +84,7 @@ def decode_phase(args: argparse.Namespace, vocab_size: int) -> Phase:
         lengths = [(args.input_len, num_steps)] * args.batch_size
         return make_requests(lengths, vocab_size, args.seed)
 
-    short = min(SHORT_OUTPUT, args.output_len // 4)
+    short = short_output(args.output_len)
     profiled = profiled_steps(short, args.output_len)
     return Phase(
         "decode",

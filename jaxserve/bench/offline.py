@@ -97,7 +97,7 @@ def run_decode(
     the mean of those that are timed. ValueError where the short output is done before all prompts
     are.
     """
-    short = min(SHORT_OUTPUT, output_len // 4)
+    short = short_output(output_len)
     budget = engine.max_num_batched_tokens
     prompt_steps = math.ceil(max(batch_sizes) * input_len / budget) if budget else 0
     if prompt_steps > short:
@@ -165,6 +165,11 @@ def time_steps(
 
     row = measure(step_ms, lambda: _run(engine, few), warm_up_s)
     return row, sum(gaps_ms) / len(gaps_ms) if gaps_ms else None
+
+
+def short_output(output_len: int) -> int:
+    """Tokens of the shorter of a decode step's two runs."""
+    return min(SHORT_OUTPUT, output_len // 4)
 
 
 def profiled_steps(short: int, output_len: int) -> tuple[int, int]:

@@ -55,7 +55,10 @@ def add_arguments(commands: Callable[[str, Any, str], argparse.ArgumentParser]) 
         model.add_argument("--shape", choices=SHAPES, help="of this model, with random weights")
         parser.add_argument("--session", metavar="NAME", help="what compared runs have in common")
         parser.add_argument(
-            "--output-json", metavar="F", type=Path, help="write the result there, not to stdout"
+            "--output-json",
+            metavar="F",
+            type=_new_file,
+            help="write the result there, not to stdout",
         )
         add_flags(parser, EngineConfig, skip=_NO_FLAGS)
     for parser in (latency, throughput):
@@ -71,6 +74,13 @@ def _count(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
     return value
+
+
+def _new_file(text: str) -> Path:
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
+    return path
 
 
 def _serve(args: argparse.Namespace) -> int:
@@ -151,8 +161,6 @@ def _startup(args: argparse.Namespace) -> int:
 @contextmanager
 def _fields(args: argparse.Namespace, need: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """EngineConfig's fields: those given, and `need` for the others."""
-    if args.output_json is not None and not args.output_json.parent.is_dir():
-        raise UsageError(f"--output-json: there is no folder {args.output_json.parent}")
     fields = need | given(args, EngineConfig, skip=_NO_FLAGS)
     fields |= {"skip_tokenizer_init": True, "enable_prefix_caching": False}
     fields["seed"] = getattr(args, "seed", 0)
