@@ -1,5 +1,6 @@
 """What the driver says of the GPUs: names, and the clock that they run at."""
 
+import os
 import shutil
 import statistics
 import subprocess
@@ -18,8 +19,14 @@ def gpu_names() -> list[str]:
     return [line.strip() for line in done.stdout.splitlines()] if done.returncode == 0 else []
 
 
+def _first_visible() -> str:
+    """Its number or UUID: CUDA hides GPUs, and nvidia-smi does not."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+
+
 class ClockMonitor:
-    """Reads the first GPU's SM clock and power while the `with` block runs, in another process.
+    """Reads SM clock and power of the first GPU that CUDA shows this process, while the `with`
+    block runs, in another process.
 
     Without nvidia-smi there is nothing to read, and every figure is None.
     """
@@ -31,7 +38,7 @@ class ClockMonitor:
     def __enter__(self) -> "ClockMonitor":
         if gpu_names():
             command = [
-                "nvidia-smi", "-i", "0", "-lms", str(_PERIOD_MS),
+                "nvidia-smi", "-i", _first_visible(), "-lms", str(_PERIOD_MS),
                 "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits",
             ]  # fmt: skip
             self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -41,9 +48,9 @@ class ClockMonitor:
 
     def __exit__(self, *exc_info: object) -> None:
         if self._process is not None:
-            self._process.terminate()
-            self._thread.join()
-            self._process.wait()
+            with self._process as process:
+                process.terminate()
+                self._thread.join()
 
     @property
     def available(self) -> bool:
