@@ -266,6 +266,8 @@ def main() -> int:
             todo["workloads"] = workloads
             todo["profile"] = args.profile and not has_profile(result["records"], engine)
             result["records"] += run_turn(args, engine, todo, folder)
+            # Ratios are of an engine over those that come after it, whoever had the first turn.
+            result["records"].sort(key=lambda record: ENGINES.index(record["engine"]))
             longest_s[engine] = max(longest_s.get(engine, 0), time.monotonic() - started)
             result["ratios"] = ratios_of(result["records"])
             path.write_text(json.dumps(result, indent=1) + "\n")

@@ -1,16 +1,20 @@
-"""Energy of the kernels that a large decode batch waits for, at the GPU's power limit.
+"""Energy of the kernels that large steps wait for, at the GPU's power limit.
 
-    PYTHONPATH=. python bench/energy.py --output energy.json
+    PYTHONPATH=. python bench/energy.py --num-tokens 256 512 8192 --output energy.json
 
 Each row runs one kernel again and again, over weights or caches that together exceed the L2 cache,
 until clock and power have settled: microseconds and millijoules a call, by the driver's readings of
-power. The shapes are Llama 3.1 8B's. Products are the engine's choice and XLA's; decode attention
-is over cache blocks of two sizes. A kernel that is faster by itself, but needs as much energy, does
-not make a step shorter that draws all the power there is.
+power. The shapes are Llama 3.1 8B's. Products are as the engine has them and in the likeliest other
+ways, o and down with the norm that follows them; decode attention is over cache blocks of two
+sizes. A kernel that is faster in a short run, but needs more energy, makes a step longer that draws
+all the power there is: such entries of `pallas_kernels/linear/tuning.json` are by these rows, not
+by `bench/linear.py --tune`.
 """
 
 import argparse
+import dataclasses
 import functools
+import itertools
 import json
 import random
 import time
@@ -21,13 +25,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from linear import PRODUCTS
+from linear import EPS, HEAD_TOKENS, PRODUCTS
+from linear_cuts import Product, candidates
 from paged_attention import LLAMA_8B, Timer, Work, shape_of
 
 from jaxserve.bench.environment import describe
 from jaxserve.bench.timing import Row, measure
 from jaxserve.engine.programs import GPU_OPTIONS
-from pallas_kernels.linear import linear, linear_parts
+from pallas_kernels.add_rms_norm import add_rms_norm
+from pallas_kernels.linear import mosaic_kernel, reference
+from pallas_kernels.linear import tuning as linear_tuning
 from pallas_kernels.paged_attention import gpu, tuning
 
 PASS_S = 1.5
@@ -66,22 +73,45 @@ def seconds_of(one: Callable, shared: Any, varied: Sequence[Any]) -> Row:
     return measure(run, run, WARM_UP_S)
 
 
-def products(num_tokens: int) -> Iterator[tuple[str, Row]]:
-    layer = [p for p in PRODUCTS if p.name.startswith("8B") and not p.is_head]
+def products(num_tokens: int, num_others: int) -> Iterator[tuple[dict[str, Any], Row]]:
+    """XLA is among the others where it is not the engine's choice."""
+    normal = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
+    layer = [p for p in PRODUCTS if p.name.startswith("8B") and p.kind in ("gated", "parts")]
     for product in layer:
         num_weights = max(4, round(ROTATED_BYTES / (2 * product.out_size * product.in_size)))
         keys = jax.random.split(jax.random.key(0), 1 + num_weights)
-        normal = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
-        x = normal(keys[0], (num_tokens, product.in_size))
         weights = [normal(key, (product.out_size, product.in_size)) for key in keys[1:]]
-        for impl in ("mosaic", "reference"):
-            one = functools.partial(linear_parts, impl=impl)
-            if product.kind == "gated":
-                one = functools.partial(linear, gated=True, impl=impl)
-            yield f"{product.name}, {num_tokens} tokens, {impl}", seconds_of(one, x, weights)
+        residual = jnp.ones((num_tokens, product.out_size), jnp.bfloat16)
+        shared = (normal(keys[0], (num_tokens, product.in_size)), residual, residual[0])
+        capability = jax.devices()[0].compute_capability
+        chosen = linear_tuning.choose(capability, product.shape(num_tokens))
+        ways = dict.fromkeys([chosen, None, *candidates(product, num_tokens)])
+        for cut in list(ways)[: 1 + num_others]:
+            what = {
+                "what": f"{product.name}, {num_tokens} tokens",
+                "kernel": "XLA" if cut is None else dataclasses.asdict(cut),
+                "chosen": cut == chosen,
+            }
+            yield what, seconds_of(functools.partial(multiply, product, cut), shared, weights)
 
 
-def attention(num_rows: int, context: int) -> Iterator[tuple[str, Row]]:
+def multiply(
+    product: Product, cut: linear_tuning.MosaicTiling | None, shared: tuple, weight: jax.Array
+) -> jax.Array:
+    """`shared`: the tokens, and what the norm after o and down needs."""
+    x, residual, norm_weight = shared
+    gated = product.kind == "gated"
+    if cut is None:
+        parts = reference.linear(x, weight, gated=gated, out_dtype=x.dtype)[None]
+    else:
+        out_dtype = product.out_dtype(cut.splits)
+        parts = mosaic_kernel.linear(x, weight, gated=gated, out_dtype=out_dtype, tiling=cut)
+    if product.out_size == product.in_size or product.name.endswith("down"):
+        return add_rms_norm(residual, parts, norm_weight, eps=EPS, impl="triton")[1]
+    return parts
+
+
+def attention(num_rows: int, context: int) -> Iterator[tuple[dict[str, Any], Row]]:
     """Contexts within 32 tokens of the mean, so that blocks end anywhere."""
     chosen = random.Random(0)
     rows = tuple((1, context + chosen.randrange(-32, 32)) for _ in range(num_rows))
@@ -96,26 +126,33 @@ def attention(num_rows: int, context: int) -> Iterator[tuple[str, Row]]:
                 timer.arguments,
                 timer.caches,
             )
-            yield f"decode attention, {num_rows} x {context}, blocks of {block_size}, {impl}", row
+            what = f"decode attention, {num_rows} x {context}, blocks of {block_size}"
+            yield {"what": what, "kernel": impl, "chosen": impl == "mosaic"}, row
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--num-tokens", type=int, default=256, help="rows of the decode batch")
-    parser.add_argument("--context", type=int, default=800, help="tokens, over 32")
+    parser.add_argument("--num-tokens", type=int, nargs="+", default=[256], help="of a step")
+    parser.add_argument("--context", type=int, default=800, help="of a decode row, over 32 tokens")
+    parser.add_argument("--others", type=int, default=1, help="ways beside the engine's, a product")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
-    if args.num_tokens < 1 or args.context <= 32:
-        parser.error("--num-tokens must be at least 1 and --context over 32")
+    if min(args.num_tokens) <= linear_tuning.MAX_TOKENS or args.context <= 32 or args.others < 0:
+        parser.error(
+            f"--num-tokens must be over {linear_tuning.MAX_TOKENS}, --context over 32 and --others "
+            "at least 0"
+        )
     if jax.default_backend() != "gpu":
         raise SystemExit("energy is a GPU's: this machine's JAX has none")
     result = describe(threads=1) | {"benchmark": "energy", "rows": []}
-    for work in (attention(args.num_tokens, args.context), products(args.num_tokens)):
-        for name, row in work:
+    for num_tokens in args.num_tokens:
+        works = [products(num_tokens, args.others)]
+        if num_tokens <= HEAD_TOKENS:
+            works.append(attention(num_tokens, args.context))
+        for what, row in itertools.chain(*works):
             if row.clock["power_w"] is None:
                 raise SystemExit("this GPU's driver does not tell its power")
-            figures = {
-                "what": name,
+            figures = what | {
                 "us": round(row.value * 1e6, 2),
                 "mj": round(row.value * row.clock["power_w"] * 1e3, 2),
                 "spread": row.spread,

@@ -10,7 +10,16 @@ import re
 import sys
 from collections.abc import Callable
 
-from compare_files import RATES, ROOT, compare_files, engines_of, median, rates, step_times
+from compare_files import (
+    RATES,
+    ROOT,
+    compare_files,
+    engines_of,
+    median,
+    of_engine,
+    rates,
+    step_times,
+)
 
 MARKERS = re.compile(r"(<!-- results -->\n).*?(<!-- /results -->)", re.DOTALL)
 RESULTS = ROOT / "bench" / "results"
@@ -108,13 +117,13 @@ def compare_table(result: dict) -> list[str]:
     floors = result.get("floors", {})
     gpus = result["hardware"]["gpus"]
     dtype = result["records"][0]["dtype"]
-    num_turns = len({record["turn"] for record in result["records"]})
-    turns = "turn" if num_turns == 1 else "turns"
-    head = ["", *engines, "device's limit", *pairs]
+    turns = {engine: len({r["turn"] for r in of_engine(result, engine)}) for engine in engines}
+    columns = [f"{name}, {n} turn{'s' if n > 1 else ''}" for name, n in turns.items()]
+    head = ["", *columns, "device's limit", *pairs]
     lines = [
         f"{result['model']}, {dtype}, {gpus[0] if gpus else result['hardware']['cpu']}, session "
-        f"{result['session']}; medians of {num_turns} {turns}, `!` if any two passes were over 15% "
-        "apart; ratios over 1: the first is faster.",
+        f"{result['session']}; medians of the turns, `!` if any two passes were over 15% apart; "
+        "ratios are medians of turns without; over 1: the first is faster.",
         "",
         f"| {' | '.join(head)} |",
         f"|{'---|' * len(head)}",
@@ -126,14 +135,14 @@ def compare_table(result: dict) -> list[str]:
         lines.append(f"| {' | '.join([title, *cells, floor, *shown])} |")
 
     steps = {engine: step_times(result, engine) for engine in engines}
-    for size in sorted({size for of_engine in steps.values() for size in of_engine}):
+    for size in sorted({size for its in steps.values() for size in its}):
         cells = [cell(steps[engine].get(size), 2) for engine in engines]
         floor = floors.get("decode_step_ms", {}).get(str(size))
         key = f"decode, decode_steps_per_s at batch {size}"
         add(f"decode step, batch {size}, ms", cells, "" if floor is None else f"{floor:.2f}", key)
     for name in RATES:
         found = {engine: rates(result, engine, name) for engine in engines}
-        for workload in dict.fromkeys(w for of_engine in found.values() for w in of_engine):
+        for workload in dict.fromkeys(w for its in found.values() for w in its):
             cells = [cell(found[engine].get(workload), 0) for engine in engines]
             ceiling = floors.get(name, {}).get(workload)
             title = f"{workload}, {name.removesuffix('_per_s').replace('_', ' ')}/s"

@@ -1,9 +1,9 @@
 """Which products with a weight are this project's own kernels', and how these are cut.
 
-`tuning.json` holds what `bench/linear.py --tune` measured to be the fastest; shapes that it does
-not know take the cut of the nearest that it knows. For few tokens GPUs that it does not know get
-one that fits all; for many the product is XLA's but where an entry of about its size has it
-otherwise.
+`tuning.json` holds what `bench/linear.py --tune` measured to be the fastest, or `bench/energy.py`
+where steps draw all of a GPU's power; shapes that it does not know take the cut of the nearest that
+it knows. For few tokens GPUs that it does not know get one that fits all; for many the product is
+XLA's but where an entry of about its size has it otherwise.
 """
 
 import dataclasses

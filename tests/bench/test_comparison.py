@@ -96,12 +96,14 @@ def result(script, records):
 
 
 def test_the_table_has_medians_limits_and_ratios(script, result):
+    last = "vllm", 3
+    result["records"] = [r for r in result["records"] if (r["engine"], r["turn"]) != last]
     lines = script("tools", "results_table").compare_table(result)
     assert lines[0].startswith("qwen2.5-0.5b, bfloat16, a GPU, session s1;")
     assert lines[2:] == [
-        "|  | jaxserve | vllm | device's limit | jaxserve over vllm |",
+        "|  | jaxserve, 4 turns | vllm, 3 turns | device's limit | jaxserve over vllm |",
         "|---|---|---|---|---|",
-        "| decode step, batch 1, ms | 1.00 | 3.50 | 0.21 | 3.50 |",
+        "| decode step, batch 1, ms | 1.00 | 3.00 | 0.21 | 3.50 |",
         "| 8x8, output tokens/s | 260 ! | 100 | 5,000 | 2.20 |",
         "| 8x8, total tokens/s | 520 ! | 200 |  | 2.20 |",
     ]
