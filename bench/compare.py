@@ -265,9 +265,9 @@ def main() -> int:
             todo = job | own | {"engine": engine, "turn": turn, "engine_options": options}
             todo["workloads"] = workloads
             todo["profile"] = args.profile and not has_profile(result["records"], engine)
-            result["records"] += run_turn(args, engine, todo, folder)
+            records = result["records"] + run_turn(args, engine, todo, folder)
             # Ratios are of an engine over those that come after it, whoever had the first turn.
-            result["records"].sort(key=lambda record: ENGINES.index(record["engine"]))
+            result["records"] = sorted(records, key=lambda r: ENGINES.index(r["engine"]))
             longest_s[engine] = max(longest_s.get(engine, 0), time.monotonic() - started)
             result["ratios"] = ratios_of(result["records"])
             path.write_text(json.dumps(result, indent=1) + "\n")
@@ -275,7 +275,8 @@ def main() -> int:
     print(json.dumps(result.get("ratios", {}), indent=2))
     print(path)
     wanted = args.turns * len(args.engines) * len(args.workloads)
-    return int(sum(record["turn"] >= first for record in result["records"]) < wanted)
+    made = [r for r in result["records"] if r["turn"] >= first and r["engine"] in args.engines]
+    return int(sum(r["workload"] in args.workloads for r in made) < wanted)
 
 
 def missing_workloads(

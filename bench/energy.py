@@ -4,11 +4,10 @@
 
 Each row runs one kernel again and again, over weights or caches that together exceed the L2 cache,
 until clock and power have settled: microseconds and millijoules a call, by the driver's readings of
-power. The shapes are Llama 3.1 8B's. Products are as the engine has them and in the likeliest other
-ways, o and down with the norm that follows them; decode attention is over cache blocks of two
-sizes. A kernel that is faster in a short run, but needs more energy, makes a step longer that draws
-all the power there is: such entries of `pallas_kernels/linear/tuning.json` are by these rows, not
-by `bench/linear.py --tune`.
+power. The shapes are Llama 3.1 8B's. A layer's products are as the engine has them and in the
+likeliest other ways, o and down with the norm that follows them; decode attention is over cache
+blocks of two sizes. A kernel that is faster in a short run, but needs more energy, makes a step
+longer that draws all the power there is.
 """
 
 import argparse
@@ -106,7 +105,7 @@ def multiply(
     else:
         out_dtype = product.out_dtype(cut.splits)
         parts = mosaic_kernel.linear(x, weight, gated=gated, out_dtype=out_dtype, tiling=cut)
-    if product.out_size == product.in_size or product.name.endswith("down"):
+    if product.name.endswith((" o", " down")):
         return add_rms_norm(residual, parts, norm_weight, eps=EPS, impl="triton")[1]
     return parts
 
@@ -142,6 +141,8 @@ def main() -> None:
             f"--num-tokens must be over {linear_tuning.MAX_TOKENS}, --context over 32 and --others "
             "at least 0"
         )
+    if not args.output.parent.is_dir():
+        parser.error(f"--output is in a folder that is not there: {args.output.parent}")
     if jax.default_backend() != "gpu":
         raise SystemExit("energy is a GPU's: this machine's JAX has none")
     result = describe(threads=1) | {"benchmark": "energy", "rows": []}

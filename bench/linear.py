@@ -17,7 +17,9 @@ the other side is the two kernels that are run where it is not chosen.
 
 `--tune` first times candidates and writes the fastest to `pallas_kernels/linear/tuning.json`, which
 the kernels read; it keeps what other GPUs measured there, and the entries of the kinds and tokens
-that were not asked for. Parts are charged for what the next kernel reads of them.
+that were not asked for. Parts are charged for what the next kernel reads of them. These are short
+runs: what is chosen for steps that draw all the power a GPU may is to be checked by
+`bench/energy.py`, which has found down at 8192 tokens to be better left to XLA.
 """
 
 import argparse

@@ -12,8 +12,8 @@ RATES = ("output_tokens_per_s", "total_tokens_per_s", "prefill_tokens_per_s")
 
 
 def compare_files(folder: Path) -> list[dict[str, Any]]:
-    """All sessions in `folder`, by file name."""
-    return _results(folder, "compare")
+    """All sessions in `folder` that have figures, by file name."""
+    return [result for result in _results(folder, "compare") if result["records"]]
 
 
 def step_reports(folder: Path) -> list[dict[str, Any]]:

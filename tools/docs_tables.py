@@ -79,7 +79,7 @@ def paged_attention(result: dict) -> Table:
         f"jax {result['versions']['jax']}.",
         "",
     ]
-    lines += ["| rows | heads, kv heads, size; block | kernel | time | |", "|---|---|---|---|---|"]
+    lines += ["| rows | heads, kv heads, size; block | impl | time | |", "|---|---|---|---|---|"]
     for row in result["rows"]:
         reached = ""
         if "of_copy_bandwidth" in row:

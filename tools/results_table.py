@@ -115,15 +115,15 @@ def compare_table(result: dict) -> list[str]:
     ratios = result.get("ratios", {})
     pairs = [f"{engines[0]} over {other}" for other in engines[1:]]
     floors = result.get("floors", {})
-    gpus = result["hardware"]["gpus"]
-    dtype = result["records"][0]["dtype"]
+    first = result["records"][0]
+    where = first["gpu"] or result["hardware"]["cpu"]
     turns = {engine: len({r["turn"] for r in of_engine(result, engine)}) for engine in engines}
     columns = [f"{name}, {n} turn{'s' if n > 1 else ''}" for name, n in turns.items()]
     head = ["", *columns, "device's limit", *pairs]
     lines = [
-        f"{result['model']}, {dtype}, {gpus[0] if gpus else result['hardware']['cpu']}, session "
-        f"{result['session']}; medians of the turns, `!` if any two passes were over 15% apart; "
-        "ratios are medians of turns without; over 1: the first is faster.",
+        f"{result['model']}, {first['dtype']}, {where}, session {result['session']}; medians of "
+        "the turns, `!` if any two passes were over 15% apart; a ratio is the median of those "
+        "turns that both have and neither flagged; over 1: the first is faster.",
         "",
         f"| {' | '.join(head)} |",
         f"|{'---|' * len(head)}",

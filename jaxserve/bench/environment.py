@@ -54,7 +54,7 @@ def describe(threads: int | None = None) -> dict[str, Any]:
         ),
         "hardware": {
             "cpu": cpu_name(),
-            "threads": threads or os.cpu_count(),
+            "threads": threads or len(os.sched_getaffinity(0)),
             "gpus": gpu_names(),
         },
         "versions": versions(),

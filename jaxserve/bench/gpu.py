@@ -54,7 +54,7 @@ class ClockMonitor:
 
     @property
     def available(self) -> bool:
-        return self._process is not None
+        return self._process is not None and self._process.poll() is None
 
     @property
     def num_readings(self) -> int:

@@ -12,6 +12,7 @@ def record(engine, turn, workload="8x8", rate=None, step=None, flagged=False):
     return {
         "engine": engine,
         "turn": turn,
+        "gpu": "a GPU",
         "dtype": "bfloat16",
         "workload": workload,
         "output_tokens_per_s": rate,
@@ -67,6 +68,27 @@ def test_a_turn_is_gone_on_with(script):
     assert missing(1, "jaxserve") == ["decode", "8x8"]
 
 
+def test_whoever_had_the_first_turn(script, records, monkeypatch, tmp_path):
+    """Ratios are of the engine that is named first in `ENGINES`; and what is missing is told."""
+    compare = script("bench", "compare")
+    ours, theirs = (
+        [r | {"engine": engine} for r in records if r["engine"] == engine and r["turn"] < 2]
+        for engine in ("jaxserve", "vllm")
+    )
+    path = tmp_path / "compare-qwen2.5-0.5b-s1.json"
+    path.write_text(json.dumps({"records": theirs, "session": "s1"}))
+    made = iter([[r for r in ours if r["turn"] == 0], []])
+    monkeypatch.setattr(compare, "run_turn", lambda *_: next(made))
+    flags = "--shape qwen2.5-0.5b --engines jaxserve --workloads decode 8x8 --session s1 --turns 1"
+    flags += f" --no-ceilings --no-check --num-prompts 2 --output-dir {tmp_path}"
+    monkeypatch.setattr(sys, "argv", ["compare.py", *flags.split()])
+    assert compare.main() == 0
+    written = json.loads(path.read_text())
+    assert [r["engine"] for r in written["records"]] == ["jaxserve"] * 2 + ["vllm"] * 4
+    assert list(written["ratios"]) == ["jaxserve over vllm"]
+    assert compare.main() == 1
+
+
 def test_ratios_are_medians_of_good_turns(script, records):
     ratios = script("bench", "ratios").ratios_of(records)
     assert list(ratios) == ["jaxserve over vllm"]
@@ -88,7 +110,7 @@ def result(script, records):
         "benchmark": "compare",
         "session": "s1",
         "model": "qwen2.5-0.5b",
-        "hardware": {"cpu": "a CPU", "threads": 2, "gpus": ["a GPU"]},
+        "hardware": {"cpu": "a CPU", "threads": 2, "gpus": ["another GPU", "a GPU"]},
         "records": records,
         "ratios": script("bench", "ratios").ratios_of(records),
         "floors": {"decode_step_ms": {"1": 0.21}, "output_tokens_per_s": {"8x8": 5000.0}},
