@@ -31,7 +31,7 @@ from paged_attention import LLAMA_8B, Timer, Work, shape_of
 from jaxserve.bench.environment import describe
 from jaxserve.bench.timing import Row, measure
 from jaxserve.engine.programs import GPU_OPTIONS
-from pallas_kernels.add_rms_norm import add_rms_norm, rms_norm
+from pallas_kernels.add_rms_norm import add_rms_norm
 from pallas_kernels.linear import mosaic_kernel, reference
 from pallas_kernels.linear import tuning as linear_tuning
 from pallas_kernels.paged_attention import gpu, tuning
@@ -100,14 +100,14 @@ def multiply(
     """`shared`: the tokens, and what the norm after o and down needs."""
     x, residual, norm_weight = shared
     gated = product.kind == "gated"
-    before_norm = product.name.endswith((" o", " down"))
-    norm = {"eps": EPS, "impl": "triton"}
     if cut is None:
-        made = reference.linear(x, weight, gated=gated, out_dtype=x.dtype)
-        return rms_norm(residual + made, norm_weight, **norm) if before_norm else made
-    out_dtype = product.out_dtype(cut.splits)
-    parts = mosaic_kernel.linear(x, weight, gated=gated, out_dtype=out_dtype, tiling=cut)
-    return add_rms_norm(residual, parts, norm_weight, **norm)[1] if before_norm else parts
+        parts = reference.linear(x, weight, gated=gated, out_dtype=x.dtype)[None]
+    else:
+        out_dtype = product.out_dtype(cut.splits)
+        parts = mosaic_kernel.linear(x, weight, gated=gated, out_dtype=out_dtype, tiling=cut)
+    if product.name.endswith((" o", " down")):
+        return add_rms_norm(residual, parts, norm_weight, eps=EPS, impl="triton")[1]
+    return parts
 
 
 def attention(num_rows: int, context: int) -> Iterator[tuple[dict[str, Any], Row]]:

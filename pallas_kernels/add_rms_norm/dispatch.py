@@ -1,13 +1,10 @@
-"""The entry points of the residual sum and the norm that follows it."""
+"""The entry point of the residual sum and the norm that follows it."""
 
-from types import ModuleType
 from typing import Literal
 
 from jaxtyping import Array, Float
 
 from pallas_kernels.add_rms_norm import reference
-
-Impl = Literal["reference", "triton"]
 
 
 def add_rms_norm(
@@ -16,7 +13,7 @@ def add_rms_norm(
     weight: Float[Array, "D"],
     *,
     eps: float,
-    impl: Impl,
+    impl: Literal["reference", "triton"],
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
     """(x + delta, the root mean square norm of that sum times `weight`); delta's S parts are
     added up first.
@@ -25,22 +22,11 @@ def add_rms_norm(
     `impl`: "reference" is plain JAX; "triton" reads and writes each element once, on an NVIDIA GPU.
     Raises ValueError for another `impl`.
     """
-    return _implementation(impl).add_rms_norm(x, delta, weight, eps=eps)
-
-
-def rms_norm(
-    x: Float[Array, "T D"], weight: Float[Array, "D"], *, eps: float, impl: Impl
-) -> Float[Array, "T D"]:
-    """The norm alone, of a sum that is there already."""
-    return _implementation(impl).rms_norm(x, weight, eps=eps)
-
-
-def _implementation(impl: Impl) -> ModuleType:
     if impl == "reference":
-        return reference
+        return reference.add_rms_norm(x, delta, weight, eps=eps)
     if impl == "triton":
         # Imported here so that machines without a GPU need no triton.
         from pallas_kernels.add_rms_norm import triton_kernel
 
-        return triton_kernel
+        return triton_kernel.add_rms_norm(x, delta, weight, eps=eps)
     raise ValueError(f"impl={impl!r} is unknown: choose 'reference' or 'triton'")

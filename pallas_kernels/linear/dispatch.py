@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_kernels.add_rms_norm import add_rms_norm, rms_norm
+from pallas_kernels.add_rms_norm import add_rms_norm
 from pallas_kernels.linear import reference, tuning
 from pallas_kernels.rope_and_write_kv import rope_and_write_kv
 
@@ -73,10 +73,6 @@ def linear_add_rms_norm(
     for the next one: used once, they are updated in place.
     """
     tiling = _tiling(x, weight, "normed", impl)
-    if tiling is None and impl != "reference" and _tiling(x, weight, "parts", impl) is None:
-        # cuBLAS's product takes the sum along, so that the norm has less to read and to write.
-        total = residual + reference.linear(x, weight, gated=False, out_dtype=x.dtype)
-        return total, rms_norm(total, norm_weight, eps=eps, impl=_beside(impl)), arrived
     if tiling is None:
         parts = linear_parts(x, weight, impl=impl)
         return *add_rms_norm(residual, parts, norm_weight, eps=eps, impl=_beside(impl)), arrived
