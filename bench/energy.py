@@ -73,7 +73,8 @@ def seconds_of(one: Callable, shared: Any, varied: Sequence[Any]) -> Row:
 
 
 def products(num_tokens: int, num_others: int) -> Iterator[tuple[dict[str, Any], Row]]:
-    """XLA is among the others where it is not the engine's choice."""
+    """Each of a layer's products, as the engine has it and in `num_others` other ways, XLA's first
+    where that is not the engine's: (what it is, seconds of a call)."""
     normal = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
     layer = [p for p in PRODUCTS if p.name.startswith("8B") and p.kind in ("gated", "parts")]
     for product in layer:
@@ -97,7 +98,10 @@ def products(num_tokens: int, num_others: int) -> Iterator[tuple[dict[str, Any],
 def multiply(
     product: Product, cut: linear_tuning.MosaicTiling | None, shared: tuple, weight: jax.Array
 ) -> jax.Array:
-    """`shared`: the tokens, and what the norm after o and down needs."""
+    """The product in parts [S, T, P] with a weight [O, I]; of o and down its norm [T, O].
+
+    `cut` None: XLA's. `shared`: tokens [T, I], residual [T, O] and the norm's weight [O].
+    """
     x, residual, norm_weight = shared
     gated = product.kind == "gated"
     if cut is None:
@@ -111,9 +115,10 @@ def multiply(
 
 
 def attention(num_rows: int, context: int) -> Iterator[tuple[dict[str, Any], Row]]:
-    """Contexts within 32 tokens of the mean, so that blocks end anywhere."""
-    chosen = random.Random(0)
-    rows = tuple((1, context + chosen.randrange(-32, 32)) for _ in range(num_rows))
+    """Decode attention of so many rows: (what it is, seconds of a call). Contexts are within 32
+    tokens of the mean, so that blocks end anywhere."""
+    rng = random.Random(0)
+    rows = tuple((1, context + rng.randrange(-32, 32)) for _ in range(num_rows))
     for block_size in (16, 64):
         work = Work(f"decode-{num_rows}x{context}", rows, *LLAMA_8B, block_size)
         timer = Timer(work)
