@@ -32,7 +32,7 @@ from jaxserve.bench.environment import describe
 from jaxserve.bench.timing import Row, measure
 from jaxserve.engine.programs import GPU_OPTIONS
 from pallas_kernels.add_rms_norm import add_rms_norm
-from pallas_kernels.linear import mosaic_kernel, reference
+from pallas_kernels.linear import linear_add_rms_norm, mosaic_kernel, reference
 from pallas_kernels.linear import tuning as linear_tuning
 from pallas_kernels.paged_attention import gpu, tuning
 
@@ -92,24 +92,36 @@ def products(num_tokens: int, num_others: int) -> Iterator[tuple[dict[str, Any],
                 "kernel": "XLA" if cut is None else dataclasses.asdict(cut),
                 "chosen": cut == chosen,
             }
-            yield what, seconds_of(functools.partial(multiply, product, cut), shared, weights)
+            call = functools.partial(multiply, product, cut, cut == chosen)
+            yield what, seconds_of(call, shared, weights)
 
 
 def multiply(
-    product: Product, cut: linear_tuning.MosaicTiling | None, shared: tuple, weight: jax.Array
+    product: Product,
+    cut: linear_tuning.MosaicTiling | None,
+    chosen: bool,
+    shared: tuple,
+    weight: jax.Array,
 ) -> jax.Array:
     """The product in parts [S, T, P] with a weight [O, I]; of o and down its norm [T, O].
 
-    `cut` None: XLA's. `shared`: tokens [T, I], residual [T, O] and the norm's weight [O].
+    `cut` None: XLA's. `chosen`: as the engine has it. `shared`: tokens [T, I], residual [T, O] and
+    the norm's weight [O].
     """
     x, residual, norm_weight = shared
     gated = product.kind == "gated"
+    before_norm = product.name.endswith((" o", " down"))
+    if chosen and before_norm:
+        arrived = jnp.zeros(norm_weight.shape, jnp.int32)
+        return linear_add_rms_norm(
+            x, weight, residual, norm_weight, arrived, eps=EPS, impl="mosaic"
+        )[1]
     if cut is None:
         parts = reference.linear(x, weight, gated=gated, out_dtype=x.dtype)[None]
     else:
         out_dtype = product.out_dtype(cut.splits)
         parts = mosaic_kernel.linear(x, weight, gated=gated, out_dtype=out_dtype, tiling=cut)
-    if product.name.endswith((" o", " down")):
+    if before_norm:
         return add_rms_norm(residual, parts, norm_weight, eps=EPS, impl="triton")[1]
     return parts
 

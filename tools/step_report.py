@@ -134,6 +134,7 @@ def model_bytes(model: ModelConfig, itemsize: int, phase: Phase) -> dict[str, fl
     context = 2 * phase.context_tokens * model.num_kv_heads * model.head_dim
     elements = {
         "_add_rms_norm": 4 * tokens * model.hidden_size,
+        "_rms_norm": 2 * tokens * model.hidden_size,
         "_rope_and_write_kv": 2 * (query + 2 * key),
         "_attend": 2 * query + context,
         "paged_prefill": 2 * query + context,

@@ -17,7 +17,7 @@ from jaxserve.model.config import ModelConfig
 from jaxserve.model.rope import RopeAngles
 from jaxserve.model.sizes import GlobalSizes
 from pallas_kernels import linear as kernels
-from pallas_kernels.add_rms_norm import add_rms_norm
+from pallas_kernels.add_rms_norm import add_rms_norm, rms_norm
 from sharding import all_gather, all_reduce, num_shards, shard_index
 
 
@@ -38,12 +38,15 @@ def linear(
 
 
 class RMSNorm(nnx.Module):
-    """Root mean square norm (arXiv:1910.07467) of what a layer before it adds to the residual."""
+    """Root mean square norm (arXiv:1910.07467)."""
 
     def __init__(self, size: int, eps: float, dtype: jnp.dtype, impl: KernelImpl) -> None:
         self.weight = nnx.Param(jnp.zeros((size,), dtype))
         self.eps = eps
         self.impl = impl
+
+    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        return rms_norm(x, self.weight[...], eps=self.eps, impl=self.impl)
 
     def after_adding(
         self, x: Float[Array, "T D"], delta: Float[Array, "S T D"]
@@ -63,8 +66,7 @@ class Residual(NamedTuple):
 
     @classmethod
     def begin(cls, x: Float[Array, "T D"], norm: RMSNorm) -> "Residual":
-        x, normed = norm.after_adding(x, jnp.zeros_like(x)[None])
-        return cls(x, normed, jnp.zeros(x.shape[1:], jnp.int32))
+        return cls(x, norm(x), jnp.zeros(x.shape[1:], jnp.int32))
 
 
 class Linear(nnx.Module):

@@ -13,6 +13,12 @@ def add_rms_norm(
     eps: float,
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
     total = (x + jnp.sum(delta, axis=0, dtype=jnp.float32)).astype(x.dtype)
-    wide = total.astype(jnp.float32)
+    return total, rms_norm(total, weight, eps=eps)
+
+
+def rms_norm(
+    x: Float[Array, "T D"], weight: Float[Array, "D"], *, eps: float
+) -> Float[Array, "T D"]:
+    wide = x.astype(jnp.float32)
     mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
-    return total, (wide * lax.rsqrt(mean_square + eps) * weight).astype(x.dtype)
+    return (wide * lax.rsqrt(mean_square + eps) * weight).astype(x.dtype)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.add_rms_norm import add_rms_norm
+from pallas_kernels.add_rms_norm import add_rms_norm, rms_norm
 from pallas_kernels.linear import linear, linear_parts, tuning
 
 
@@ -34,6 +34,16 @@ def test_add_rms_norm(by_triton, dtype, num_parts, num_tokens, size):
     for found, expected in zip(ours, theirs, strict=True):
         assert found.dtype == dtype
         close(found, expected, 5e-3 if dtype == "bfloat16" else 1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("num_tokens", "size"), [(1, 896), (37, 4096), (3, 576)])
+def test_rms_norm(by_triton, dtype, num_tokens, size):
+    x, weight = normal(0, (num_tokens, size), dtype), 1 + 0.1 * normal(2, (size,), dtype)
+    found = by_triton(rms_norm, eps=1e-6)(x, weight)
+    expected = rms_norm(*(a.astype(jnp.float32) for a in (x, weight)), eps=1e-6, impl="reference")
+    assert found.dtype == dtype
+    close(found, expected, 5e-3 if dtype == "bfloat16" else 1e-6)
 
 
 LINEAR_SHAPES = [(1, 96, 896), (5, 64, 384), (16, 50, 192), (33, 32, 130), (64, 32, 256)]

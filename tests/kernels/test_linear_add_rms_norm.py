@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.add_rms_norm import add_rms_norm
-from pallas_kernels.linear import linear_add_rms_norm, linear_parts, tuning
+from pallas_kernels.linear import dispatch, linear_add_rms_norm, linear_parts, tuning
 
 EPS = 1e-6
 
@@ -110,6 +110,35 @@ def test_where_it_is_two_kernels_it_counts_nothing(by_triton, monkeypatch, num_t
     expected = linear_add_rms_norm(*arguments, arrived, eps=EPS, impl="reference")
     for mine, theirs in zip(found, expected[:2], strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_large_sum_is_the_products(by_triton, monkeypatch, dtype):
+    cut(monkeypatch, None)
+    monkeypatch.setattr(dispatch, "CACHED_BYTES", 0)
+    monkeypatch.delattr(dispatch, "add_rms_norm")
+    arguments = make_arguments(130, 48, 96, dtype)
+    arrived = jnp.zeros((48,), jnp.int32)
+    *found, _ = by_triton(linear_add_rms_norm, eps=EPS)(*arguments, arrived)
+    expected = add_rms_norm(
+        arguments[2].astype(jnp.float32),
+        linear_parts(*(a.astype(jnp.float32) for a in arguments[:2]), impl="reference"),
+        arguments[3],
+        eps=EPS,
+        impl="reference",
+    )
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.dtype == dtype
+        mine, theirs = np.asarray(mine, np.float64), np.asarray(theirs, np.float64)
+        tolerance = 1e-2 if dtype == "bfloat16" else 1e-5
+        assert np.linalg.norm(mine - theirs) <= tolerance * np.linalg.norm(theirs)
+
+
+def test_a_small_sum_is_the_norms(by_triton, monkeypatch):
+    cut(monkeypatch, None)
+    monkeypatch.delattr(dispatch, "rms_norm")
+    arguments = make_arguments(130, 48, 96, "float32")
+    by_triton(linear_add_rms_norm, eps=EPS)(*arguments, jnp.zeros((48,), jnp.int32))
 
 
 def test_unknown_implementations_are_refused():
