@@ -24,6 +24,8 @@ class TransformersEngine:
     def __init__(self, job: dict[str, Any]) -> None:
         begin = time.perf_counter()
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        # cuDNN's attention makes a plan for each length of the context, in the middle of a step.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         config = AutoConfig.from_pretrained(job["model_folder"])
         torch.manual_seed(job["seed"])
         with torch.device(self.device):
@@ -32,7 +34,11 @@ class TransformersEngine:
             ).eval()
         self.max_num_seqs = job["max_num_seqs"]
         self.dtype = job["dtype"]
-        self.settings = {"torch": torch.__version__, "attn_implementation": "sdpa"}
+        self.settings = {
+            "torch": torch.__version__,
+            "attn_implementation": "sdpa",
+            "cudnn_sdp": False,
+        }
         self._prepare(job)
         self.ready_s = round(time.perf_counter() - begin, 2)
 
