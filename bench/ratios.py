@@ -16,9 +16,9 @@ def figures(record: dict[str, Any]) -> Iterator[tuple[str, float, bool]]:
 
 
 def ratios_of(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """{"A over B": {"WORKLOAD, FIGURE": {"turns", "median", "num_flagged"}}} of engines A, B in the
-    order in which they first appear; over 1 where A is better. `median` is of the turns that
-    neither engine flagged; None if there are none."""
+    """{"A over B": {"WORKLOAD, FIGURE": {"turns", "flagged", "median"}}} of engines A, B in the
+    order in which they first appear; over 1 where A is better. `flagged`, for each turn: whether
+    either engine was. `median` is of the other turns; None if there are none."""
     found: dict[str, dict[tuple[str, str], dict[int, tuple[float, bool]]]] = {}
     for record in records:
         of_engine = found.setdefault(record["engine"], {})
@@ -31,10 +31,11 @@ def ratios_of(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         for key in found[ours].keys() & found[theirs].keys():
             a, b = found[ours][key], found[theirs][key]
             turns = sorted(a.keys() & b.keys())
-            good = [a[t][0] / b[t][0] for t in turns if not (a[t][1] or b[t][1])]
+            flagged = [a[t][1] or b[t][1] for t in turns]
+            good = [a[t][0] / b[t][0] for t, flag in zip(turns, flagged, strict=True) if not flag]
             rows[", ".join(key)] = {
                 "turns": [round(a[t][0] / b[t][0], 3) for t in turns],
-                "num_flagged": len(turns) - len(good),
+                "flagged": flagged,
                 "median": round(statistics.median(good), 3) if good else None,
             }
         result[f"{ours} over {theirs}"] = dict(sorted(rows.items()))

@@ -5,6 +5,7 @@ python tools/results_table.py --check  # exit code 1 if that would change anythi
 """
 
 import argparse
+import itertools
 import json
 import re
 import sys
@@ -151,6 +152,30 @@ def compare_table(result: dict) -> list[str]:
     return lines
 
 
+def pairs_table(results: list[dict], pair: str) -> list[str]:
+    """One model's ratios of two engines, "A over B", of every pair of turns in all sessions."""
+    of_sessions = {r["session"]: r["ratios"][pair] for r in results if r["ratios"].get(pair)}
+    lines = [
+        f"{results[0]['model']}, {pair} in every pair of turns, sessions {', '.join(of_sessions)}; "
+        "over 1: the first is faster; `!`: two passes were over 15% apart, no part of the median.",
+        "",
+        f"| {pair} | pairs | median |",
+        "|---|---|---|",
+    ]
+    keys = {key for rows in of_sessions.values() for key in rows}
+    for key in sorted(keys, key=lambda key: (key.split(",")[0], len(key), key)):
+        if key.endswith("total_tokens_per_s"):
+            continue  # as of output tokens
+        rows = [rows[key] for rows in of_sessions.values() if key in rows]
+        turns = [turn for r in rows for turn in zip(r["turns"], r["flagged"], strict=True)]
+        shown = ", ".join(f"{ratio:.3f}{' !' if flagged else ''}" for ratio, flagged in turns)
+        good = [ratio for ratio, flagged in turns if not flagged]
+        title = key.replace("decode, decode_steps_per_s at", "decode step,")
+        title = title.replace("_tokens_per_s", " tokens/s")
+        lines.append(f"| {title} | {shown} | {f'{median(good):.3f}' if good else ''} |")
+    return lines
+
+
 def cell(figure: tuple[list[float], bool] | None, digits: int) -> str:
     if figure is None:
         return ""
@@ -165,10 +190,16 @@ def plots(pattern: str) -> list[str]:
 
 
 def tables() -> str:
-    """All tables as Markdown, each session's plots below its own."""
+    """All tables as Markdown: of a model that was compared in several sessions first the pairs of
+    all; each session's plots below its own."""
     parts = [single_rows()]
-    for result in compare_files(RESULTS):
-        parts += [compare_table(result), plots(f"*-{result['model']}-{result['session']}")]
+    for _, group in itertools.groupby(compare_files(RESULTS), lambda result: result["model"]):
+        results = list(group)
+        if len(results) > 1:
+            pairs = dict.fromkeys(pair for result in results for pair in result["ratios"])
+            parts += [pairs_table(results, pair) for pair in pairs]
+        for result in results:
+            parts += [compare_table(result), plots(f"*-{result['model']}-{result['session']}")]
     parts.append(plots("breakdown-*"))
     return "\n\n".join("\n".join(lines) for lines in parts if lines) + "\n"
 

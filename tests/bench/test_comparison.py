@@ -95,7 +95,7 @@ def test_ratios_are_medians_of_good_turns(script, records):
     rows = ratios["jaxserve over vllm"]
     assert rows["8x8, output_tokens_per_s"] == {
         "turns": [3.0, 2.2, 9.0, 2.0],
-        "num_flagged": 1,
+        "flagged": [False, False, True, False],
         "median": 2.2,
     }
     assert rows["decode, decode_steps_per_s at batch 1"]["median"] == 3.5
@@ -128,6 +128,21 @@ def test_the_table_has_medians_limits_and_ratios(script, result):
         "| decode step, batch 1, ms | 1.00 | 3.00 | 0.21 | 3.50 |",
         "| 8x8, output tokens/s | 260 ! | 100 | 5,000 | 2.20 |",
         "| 8x8, total tokens/s | 520 ! | 200 |  | 2.20 |",
+    ]
+
+
+def test_the_table_of_pairs(script, result):
+    """Over sessions, in the order of their names; flagged ones take no part in the median."""
+    other = result | {"session": "s2", "records": result["records"][:8]}
+    other["ratios"] = script("bench", "ratios").ratios_of(other["records"])
+    lines = script("tools", "results_table").pairs_table([result, other], "jaxserve over vllm")
+    assert lines[0].startswith("qwen2.5-0.5b, jaxserve over vllm in every pair of turns")
+    assert "sessions s1, s2;" in lines[0]
+    assert lines[2:] == [
+        "| jaxserve over vllm | pairs | median |",
+        "|---|---|---|",
+        "| 8x8, output tokens/s | 3.000, 2.200, 9.000 !, 2.000, 3.000, 2.200 | 2.200 |",
+        "| decode step, batch 1 | 2.000, 3.000, 4.000, 5.000, 2.000, 3.000 | 3.000 |",
     ]
 
 
