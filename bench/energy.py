@@ -40,6 +40,8 @@ PASS_S = 1.5
 WARM_UP_S = 2.0
 ROTATED_BYTES = 2e9
 """Of weights: several times the L2 cache."""
+BEFORE_NORM = (" o", " down")
+"""Ends of names of products that the residual sum and a norm follow."""
 
 
 def seconds_of(one: Callable, shared: Any, varied: Sequence[Any]) -> Row:
@@ -73,8 +75,9 @@ def seconds_of(one: Callable, shared: Any, varied: Sequence[Any]) -> Row:
 
 
 def products(num_tokens: int, num_others: int) -> Iterator[tuple[dict[str, Any], Row]]:
-    """Each of a layer's products, as the engine has it and in `num_others` other ways, XLA's first
-    where that is not the engine's: (what it is, seconds of a call)."""
+    """Each of a layer's products, as the engine has it and in `num_others` other ways: (what it is,
+    seconds of a call). XLA's comes first of those, with o and down also where it is the engine's,
+    which may have it add the residual."""
     normal = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
     layer = [p for p in PRODUCTS if p.name.startswith("8B") and p.kind in ("gated", "parts")]
     for product in layer:
@@ -85,43 +88,46 @@ def products(num_tokens: int, num_others: int) -> Iterator[tuple[dict[str, Any],
         shared = (normal(keys[0], (num_tokens, product.in_size)), residual, residual[0])
         capability = jax.devices()[0].compute_capability
         chosen = linear_tuning.choose(capability, product.shape(num_tokens))
-        ways = dict.fromkeys([chosen, None, *candidates(product, num_tokens)])
-        for cut in list(ways)[: 1 + num_others]:
+        before_norm = product.name.endswith(BEFORE_NORM)
+        others = dict.fromkeys([None, *candidates(product, num_tokens)])
+        ways = [(cut, False) for cut in others if before_norm or cut != chosen][:num_others]
+        for cut, is_engines in [(chosen, True), *ways]:
             what = {
                 "what": f"{product.name}, {num_tokens} tokens",
                 "kernel": "XLA" if cut is None else dataclasses.asdict(cut),
-                "chosen": cut == chosen,
+                "chosen": is_engines,
             }
-            call = functools.partial(multiply, product, cut, cut == chosen)
-            yield what, seconds_of(call, shared, weights)
+            if is_engines and before_norm:
+                yield what, seconds_of(multiply_as_engine, shared, weights)
+            else:
+                call = functools.partial(multiply, product, cut)
+                yield what, seconds_of(call, shared, weights)
+
+
+def multiply_as_engine(shared: tuple, weight: jax.Array) -> jax.Array:
+    """The norm [T, O] after o or down with a weight [O, I], as the engine's layers have it.
+
+    `shared`: tokens [T, I], residual [T, O] and the norm's weight [O].
+    """
+    x, residual, norm_weight = shared
+    arrived = jnp.zeros(norm_weight.shape, jnp.int32)
+    arguments = x, weight, residual, norm_weight, arrived
+    return linear_add_rms_norm(*arguments, eps=EPS, impl="mosaic")[1]
 
 
 def multiply(
-    product: Product,
-    cut: linear_tuning.MosaicTiling | None,
-    chosen: bool,
-    shared: tuple,
-    weight: jax.Array,
+    product: Product, cut: linear_tuning.MosaicTiling | None, shared: tuple, weight: jax.Array
 ) -> jax.Array:
-    """The product in parts [S, T, P] with a weight [O, I]; of o and down its norm [T, O].
-
-    `cut` None: XLA's. `chosen`: as the engine has it. `shared`: tokens [T, I], residual [T, O] and
-    the norm's weight [O].
-    """
+    """The product in parts [S, T, P] with a weight [O, I]; of o and down the norm [T, O] of their
+    sum with the residual. `cut` None: XLA's. `shared`: as above."""
     x, residual, norm_weight = shared
     gated = product.kind == "gated"
-    before_norm = product.name.endswith((" o", " down"))
-    if chosen and before_norm:
-        arrived = jnp.zeros(norm_weight.shape, jnp.int32)
-        return linear_add_rms_norm(
-            x, weight, residual, norm_weight, arrived, eps=EPS, impl="mosaic"
-        )[1]
     if cut is None:
         parts = reference.linear(x, weight, gated=gated, out_dtype=x.dtype)[None]
     else:
         out_dtype = product.out_dtype(cut.splits)
         parts = mosaic_kernel.linear(x, weight, gated=gated, out_dtype=out_dtype, tiling=cut)
-    if before_norm:
+    if product.name.endswith(BEFORE_NORM):
         return add_rms_norm(residual, parts, norm_weight, eps=EPS, impl="triton")[1]
     return parts
 

@@ -5,11 +5,10 @@ python tools/results_table.py --check  # exit code 1 if that would change anythi
 """
 
 import argparse
-import itertools
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from compare_files import (
     RATES,
@@ -152,28 +151,32 @@ def compare_table(result: dict) -> list[str]:
     return lines
 
 
-def pairs_table(results: list[dict], pair: str) -> list[str]:
-    """One model's ratios of two engines, "A over B", of every pair of turns in all sessions."""
-    of_sessions = {r["session"]: r["ratios"][pair] for r in results if r["ratios"].get(pair)}
-    lines = [
-        f"{results[0]['model']}, {pair} in every pair of turns, sessions {', '.join(of_sessions)}; "
-        "over 1: the first is faster; `!`: two passes were over 15% apart, no part of the median.",
-        "",
-        f"| {pair} | pairs | median |",
-        "|---|---|---|",
-    ]
-    keys = {key for rows in of_sessions.values() for key in rows}
-    for key in sorted(keys, key=lambda key: (key.split(",")[0], len(key), key)):
-        if key.endswith("total_tokens_per_s"):
-            continue  # as of output tokens
-        rows = [rows[key] for rows in of_sessions.values() if key in rows]
-        turns = [turn for r in rows for turn in zip(r["turns"], r["flagged"], strict=True)]
-        shown = ", ".join(f"{ratio:.3f}{' !' if flagged else ''}" for ratio, flagged in turns)
-        good = [ratio for ratio, flagged in turns if not flagged]
-        title = key.replace("decode, decode_steps_per_s at", "decode step,")
-        title = title.replace("_tokens_per_s", " tokens/s")
-        lines.append(f"| {title} | {shown} | {f'{median(good):.3f}' if good else ''} |")
-    return lines
+def pairs_tables(results: list[dict]) -> Iterator[list[str]]:
+    """One model's ratios in every pair of turns of all sessions, a table for each two engines."""
+    for pair in dict.fromkeys(pair for result in results for pair in result.get("ratios", {})):
+        found = {r["session"]: r["ratios"][pair] for r in results if r.get("ratios", {}).get(pair)}
+        if not found:
+            continue
+        lines = [
+            f"{results[0]['model']}, {pair} in every pair of turns, sessions {', '.join(found)}, "
+            "whose machines and versions may differ; over 1: the first is faster; `!`: two passes "
+            "were over 15% apart, no part of the median.",
+            "",
+            f"| {pair} | pairs | median |",
+            "|---|---|---|",
+        ]
+        keys = {key for rows in found.values() for key in rows}
+        for key in sorted(keys, key=lambda key: (key.split(",")[0], len(key), key)):
+            if key.endswith("total_tokens_per_s"):
+                continue  # as of output tokens
+            rows = [rows[key] for rows in found.values() if key in rows]
+            turns = [turn for r in rows for turn in zip(r["turns"], r["flagged"], strict=True)]
+            shown = ", ".join(f"{ratio:.3f}{' !' if flagged else ''}" for ratio, flagged in turns)
+            good = [ratio for ratio, flagged in turns if not flagged]
+            title = key.replace("decode, decode_steps_per_s at", "decode step,")
+            title = title.replace("_tokens_per_s", " tokens/s")
+            lines.append(f"| {title} | {shown} | {f'{median(good):.3f}' if good else ''} |")
+        yield lines
 
 
 def cell(figure: tuple[list[float], bool] | None, digits: int) -> str:
@@ -193,11 +196,12 @@ def tables() -> str:
     """All tables as Markdown: of a model that was compared in several sessions first the pairs of
     all; each session's plots below its own."""
     parts = [single_rows()]
-    for _, group in itertools.groupby(compare_files(RESULTS), lambda result: result["model"]):
-        results = list(group)
+    of_model: dict[str, list[dict]] = {}
+    for result in compare_files(RESULTS):
+        of_model.setdefault(result["model"], []).append(result)
+    for results in of_model.values():
         if len(results) > 1:
-            pairs = dict.fromkeys(pair for result in results for pair in result["ratios"])
-            parts += [pairs_table(results, pair) for pair in pairs]
+            parts += pairs_tables(results)
         for result in results:
             parts += [compare_table(result), plots(f"*-{result['model']}-{result['session']}")]
     parts.append(plots("breakdown-*"))

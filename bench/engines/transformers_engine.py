@@ -24,8 +24,6 @@ class TransformersEngine:
     def __init__(self, job: dict[str, Any]) -> None:
         begin = time.perf_counter()
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        # cuDNN's attention makes a plan for each length of the context, in the middle of a step.
-        torch.backends.cuda.enable_cudnn_sdp(False)
         config = AutoConfig.from_pretrained(job["model_folder"])
         torch.manual_seed(job["seed"])
         with torch.device(self.device):
@@ -34,11 +32,7 @@ class TransformersEngine:
             ).eval()
         self.max_num_seqs = job["max_num_seqs"]
         self.dtype = job["dtype"]
-        self.settings = {
-            "torch": torch.__version__,
-            "attn_implementation": "sdpa",
-            "cudnn_sdp": False,
-        }
+        self.settings = {"torch": torch.__version__, "attn_implementation": "sdpa"}
         self._prepare(job)
         self.ready_s = round(time.perf_counter() - begin, 2)
 
@@ -82,6 +76,11 @@ class TransformersEngine:
 
 class StaticBatches(TransformersEngine):
     """`generate`, eagerly: a batch runs until its longest request is done."""
+
+    def _prepare(self, job: dict[str, Any]) -> None:
+        # cuDNN's attention would plan anew for each length of the context.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        self.settings["cudnn_sdp"] = False
 
     @torch.inference_mode()
     def generate(self, requests: Sequence[TokenRequest]) -> list[int]:

@@ -31,7 +31,8 @@ def add_rms_norm(
 def rms_norm(
     x: Float[Array, "T D"], weight: Float[Array, "D"], *, eps: float, impl: Impl
 ) -> Float[Array, "T D"]:
-    """The norm alone, of a sum that is there already."""
+    """The norm alone, of a sum that is there already; in float32, rounded to x's dtype. `impl` and
+    errors are as for `add_rms_norm`."""
     return _implementation(impl).rms_norm(x, weight, eps=eps)
 
 

@@ -131,19 +131,33 @@ def test_the_table_has_medians_limits_and_ratios(script, result):
     ]
 
 
-def test_the_table_of_pairs(script, result):
-    """Over sessions, in the order of their names; flagged ones take no part in the median."""
-    other = result | {"session": "s2", "records": result["records"][:8]}
-    other["ratios"] = script("bench", "ratios").ratios_of(other["records"])
-    lines = script("tools", "results_table").pairs_table([result, other], "jaxserve over vllm")
-    assert lines[0].startswith("qwen2.5-0.5b, jaxserve over vllm in every pair of turns")
-    assert "sessions s1, s2;" in lines[0]
-    assert lines[2:] == [
+def test_tables_of_pairs(script, result, monkeypatch, tmp_path):
+    """Over sessions; flagged ones take no part in the median."""
+    records = [r | {"flagged": r["engine"] == "vllm"} for r in result["records"][:8]]
+    flagged = result | {"session": "s2", "records": records}
+    flagged["ratios"] = script("bench", "ratios").ratios_of(records)
+    others = [
+        result | {"model": "qwen2.5-0.5b-instruct"},
+        result | {"session": "s3", "ratios": {"jaxserve over vllm": {}}},
+    ]
+    for index, content in enumerate([flagged, *others, result]):
+        (tmp_path / f"compare-{index}.json").write_text(json.dumps(content))
+    tool = script("tools", "results_table")
+    monkeypatch.setattr(tool, "RESULTS", tmp_path)
+    parts = tool.tables().split("\n\n")
+    heads = [part for part in parts if "in every pair of turns" in part]
+    assert [head.split(", whose")[0] for head in heads] == [
+        "qwen2.5-0.5b, jaxserve over vllm in every pair of turns, sessions s2, s1"
+    ]
+    assert parts[parts.index(heads[0]) + 1].splitlines() == [
         "| jaxserve over vllm | pairs | median |",
         "|---|---|---|",
-        "| 8x8, output tokens/s | 3.000, 2.200, 9.000 !, 2.000, 3.000, 2.200 | 2.200 |",
-        "| decode step, batch 1 | 2.000, 3.000, 4.000, 5.000, 2.000, 3.000 | 3.000 |",
+        "| 8x8, output tokens/s | 3.000 !, 2.200 !, 3.000, 2.200, 9.000 !, 2.000 | 2.200 |",
+        "| decode step, batch 1 | 2.000, 3.000, 2.000, 3.000, 4.000, 5.000 | 3.000 |",
     ]
+    assert "| 8x8, output tokens/s | 3.000 !, 2.200 ! |  |" in "\n".join(
+        next(tool.pairs_tables([flagged]))
+    )
 
 
 def report(phase="decode", **fields):

@@ -39,7 +39,8 @@ def test_add_rms_norm(by_triton, dtype, num_parts, num_tokens, size):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("num_tokens", "size"), [(1, 896), (37, 4096), (3, 576)])
 def test_rms_norm(by_triton, dtype, num_tokens, size):
-    x, weight = normal(0, (num_tokens, size), dtype), 1 + 0.1 * normal(2, (size,), dtype)
+    x = 1e-3 * normal(0, (num_tokens, size), dtype)  # of eps' size when it is squared
+    weight = 1 + 0.1 * normal(2, (size,), dtype)
     found = by_triton(rms_norm, eps=1e-6)(x, weight)
     expected = rms_norm(*(a.astype(jnp.float32) for a in (x, weight)), eps=1e-6, impl="reference")
     assert found.dtype == dtype

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.add_rms_norm import add_rms_norm
+from pallas_kernels.add_rms_norm import add_rms_norm, reference
 from pallas_kernels.linear import dispatch, linear_add_rms_norm, linear_parts, tuning
 
 EPS = 1e-6
@@ -112,21 +112,24 @@ def test_where_it_is_two_kernels_it_counts_nothing(by_triton, monkeypatch, num_t
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
+def size_in_bytes(array):
+    return array.size * array.dtype.itemsize
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_large_sum_is_the_products(by_triton, monkeypatch, dtype):
     cut(monkeypatch, None)
-    monkeypatch.setattr(dispatch, "CACHED_BYTES", 0)
+    x, weight, residual, norm_weight = arguments = make_arguments(130, 48, 96, dtype)
+    monkeypatch.setattr(dispatch, "CACHED_BYTES", size_in_bytes(residual) - 1)
     monkeypatch.delattr(dispatch, "add_rms_norm")
-    arguments = make_arguments(130, 48, 96, dtype)
+    monkeypatch.delattr(reference, "rms_norm")  # a GPU has its own
     arrived = jnp.zeros((48,), jnp.int32)
-    *found, _ = by_triton(linear_add_rms_norm, eps=EPS)(*arguments, arrived)
-    expected = add_rms_norm(
-        arguments[2].astype(jnp.float32),
-        linear_parts(*(a.astype(jnp.float32) for a in arguments[:2]), impl="reference"),
-        arguments[3],
-        eps=EPS,
-        impl="reference",
-    )
+    *found, after = by_triton(linear_add_rms_norm, eps=EPS)(*arguments, arrived)
+    np.testing.assert_array_equal(after, 0)
+    monkeypatch.undo()
+    wide = [a.astype(jnp.float32) for a in (residual, x, weight, norm_weight)]
+    parts = linear_parts(*wide[1:3], impl="reference")
+    expected = add_rms_norm(wide[0], parts, wide[3], eps=EPS, impl="reference")
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.dtype == dtype
         mine, theirs = np.asarray(mine, np.float64), np.asarray(theirs, np.float64)
@@ -134,11 +137,21 @@ def test_a_large_sum_is_the_products(by_triton, monkeypatch, dtype):
         assert np.linalg.norm(mine - theirs) <= tolerance * np.linalg.norm(theirs)
 
 
-def test_a_small_sum_is_the_norms(by_triton, monkeypatch):
-    cut(monkeypatch, None)
+@pytest.mark.parametrize("why", ["small", "in parts", "reference"])
+def test_another_sum_is_the_norms(by_triton, monkeypatch, why):
+    tiling = tuning.Tiling(16, 32, 4, 3, 2) if why == "in parts" else None
+    monkeypatch.setattr(
+        tuning, "choose", lambda _, shape: tiling if shape.kind == "parts" else None
+    )
+    arguments = make_arguments(33, 48, 96, "float32")
+    largest = size_in_bytes(arguments[2]) if why == "small" else 0
+    monkeypatch.setattr(dispatch, "CACHED_BYTES", largest)
     monkeypatch.delattr(dispatch, "rms_norm")
-    arguments = make_arguments(130, 48, 96, "float32")
-    by_triton(linear_add_rms_norm, eps=EPS)(*arguments, jnp.zeros((48,), jnp.int32))
+    arguments = *arguments, jnp.zeros((48,), jnp.int32)
+    if why == "reference":
+        linear_add_rms_norm(*arguments, eps=EPS, impl="reference")
+    else:
+        by_triton(linear_add_rms_norm, eps=EPS)(*arguments)
 
 
 def test_unknown_implementations_are_refused():
