@@ -89,19 +89,19 @@ def products(num_tokens: int, num_others: int) -> Iterator[tuple[dict[str, Any],
         capability = jax.devices()[0].compute_capability
         chosen = linear_tuning.choose(capability, product.shape(num_tokens))
         before_norm = product.name.endswith(BEFORE_NORM)
+        engines = (
+            multiply_as_engine if before_norm else functools.partial(multiply, product, chosen)
+        )
         others = dict.fromkeys([None, *candidates(product, num_tokens)])
-        ways = [(cut, False) for cut in others if before_norm or cut != chosen][:num_others]
-        for cut, is_engines in [(chosen, True), *ways]:
+        others = [cut for cut in others if before_norm or cut != chosen][:num_others]
+        ways = [(cut, functools.partial(multiply, product, cut)) for cut in others]
+        for cut, call in [(chosen, engines), *ways]:
             what = {
                 "what": f"{product.name}, {num_tokens} tokens",
                 "kernel": "XLA" if cut is None else dataclasses.asdict(cut),
-                "chosen": is_engines,
+                "chosen": call is engines,
             }
-            if is_engines and before_norm:
-                yield what, seconds_of(multiply_as_engine, shared, weights)
-            else:
-                call = functools.partial(multiply, product, cut)
-                yield what, seconds_of(call, shared, weights)
+            yield what, seconds_of(call, shared, weights)
 
 
 def multiply_as_engine(shared: tuple, weight: jax.Array) -> jax.Array:
