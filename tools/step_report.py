@@ -4,9 +4,9 @@
     PYTHONPATH=. python tools/step_report.py --shape llama-3.1-8b --phase prefill --input-len 1024
 
 The engine runs as it serves, graphs on. Its step time is measured without a profiler, as `jaxserve
-bench latency` does; kernels come from two profiles of the same requests, one some steps longer than
-the other: the difference is those steps. What XLA launches is in its list of the same program,
-compiled anew. Needs a GPU.
+bench latency` does; kernels come from two profiles of the same requests, one some steps longer at
+its end than the other: those steps. What XLA launches is in its list of the same program, compiled
+anew. Needs a GPU.
 
 A kernel's bytes come from the shapes of its fusion in the optimised HLO ("hlo"), or, for our own
 kernels, from the model's shapes and the contexts ("model"): each value read or written once. Matrix
@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,10 +28,10 @@ from hlo_bytes import kernel_bytes
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from jaxserve.bench.ceilings import copy_bandwidth
+from jaxserve.bench.device_events import is_copy, step_kernels
 from jaxserve.bench.engine import JaxserveEngine
 from jaxserve.bench.environment import describe
 from jaxserve.bench.offline import profiled_steps, short_output, time_steps
-from jaxserve.bench.profile import is_copy, trace
 from jaxserve.bench.shapes import SHAPES, write_shape
 from jaxserve.bench.thunks import count_launches, dump_options, every_thunk, read_thunks
 from jaxserve.bench.workloads import TokenRequest, make_requests
@@ -111,19 +110,8 @@ def prefill_phase(args: argparse.Namespace, vocab_size: int, num_tokens: int) ->
 
 def profiled(engine: JaxserveEngine, phase: Phase) -> dict[str, tuple[float, float]]:
     """Kernel or copy: how many a step, milliseconds a step."""
-    num_steps = phase.profiled_steps[1] - phase.profiled_steps[0]
-    counts: Counter[str] = Counter()
-    nanoseconds: Counter[str] = Counter()
-    for sign, steps in zip((-1, 1), phase.profiled_steps, strict=True):
-        requests = phase.requests(steps)
-        for event in trace(lambda requests=requests: engine.generate(requests)):
-            counts[event.name] += sign
-            nanoseconds[event.name] += sign * event.duration_ns
-    return {
-        name: (counts[name] / num_steps, nanoseconds[name] / num_steps / 1e6)
-        for name in counts
-        if counts[name] > 0
-    }
+    few, many = (engine.profile(phase.requests(steps)) for steps in phase.profiled_steps)
+    return step_kernels(few, many, phase.profiled_steps[1] - phase.profiled_steps[0])
 
 
 def model_bytes(model: ModelConfig, itemsize: int, phase: Phase) -> dict[str, float]:
@@ -137,6 +125,7 @@ def model_bytes(model: ModelConfig, itemsize: int, phase: Phase) -> dict[str, fl
         "_rms_norm": 2 * tokens * model.hidden_size,
         "_rope_and_write_kv": 2 * (query + 2 * key),
         "_attend": 2 * query + context,
+        "paged_decode": 2 * query + context,
         "paged_prefill": 2 * query + context,
     }
     return {name: size * itemsize for name, size in elements.items()}

@@ -3,6 +3,8 @@
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from jaxserve.bench.device_events import DeviceEvent
+
 
 def start_profile() -> profile:
     torch.cuda.synchronize()
@@ -11,16 +13,14 @@ def start_profile() -> profile:
     return profiler
 
 
-def stop_profile(profiler: profile) -> tuple[int, int, float]:
-    """(kernels, copies, seconds of both). The tables that torch prints list an operation and its
-    kernels, which counts time twice; these are the device's events alone."""
+def stop_profile(profiler: profile) -> list[DeviceEvent]:
+    """The device's events in the order of their starts. The tables that torch prints list an
+    operation and its kernels, which counts time twice."""
     torch.cuda.synchronize()
     profiler.stop()
     events = [
-        event
+        DeviceEvent(event.name(), event.start_ns(), event.duration_ns())
         for event in profiler.profiler.kineto_results.events()
         if "CUDA" in str(event.device_type())
     ]
-    num_copies = sum(event.name().startswith(("Memcpy", "Memset")) for event in events)
-    busy_s = sum(event.duration_ns() for event in events) / 1e9
-    return len(events) - num_copies, num_copies, busy_s
+    return sorted(events, key=lambda event: event.start_ns)

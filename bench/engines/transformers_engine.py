@@ -9,7 +9,7 @@ import transformers
 from torch_profile import start_profile, stop_profile
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, StaticCache
 
-from jaxserve.bench.offline import KernelStats
+from jaxserve.bench.device_events import DeviceEvent
 from jaxserve.bench.workloads import TokenRequest
 
 
@@ -42,12 +42,12 @@ class TransformersEngine:
     def waits(self, kind: str) -> None:
         return None
 
-    def profile(self, requests: Sequence[TokenRequest]) -> KernelStats | None:
+    def profile(self, requests: Sequence[TokenRequest]) -> list[DeviceEvent] | None:
         if self.device == "cpu":
             return None
         profiler = start_profile()
         self.generate(requests)
-        return KernelStats(*stop_profile(profiler))
+        return stop_profile(profiler)
 
     def synchronize(self) -> None:
         if self.device == "cuda":

@@ -12,7 +12,7 @@ import torch
 import vllm
 from vllm import LLM, SamplingParams
 
-from jaxserve.bench.offline import KernelStats
+from jaxserve.bench.device_events import DeviceEvent
 from jaxserve.bench.workloads import TokenRequest
 
 
@@ -72,10 +72,10 @@ class VllmEngine:
     def waits(self, kind: str) -> None:
         return None
 
-    def profile(self, requests: Sequence[TokenRequest]) -> KernelStats | None:
+    def profile(self, requests: Sequence[TokenRequest]) -> list[DeviceEvent]:
         self._call("bench_profile_start")
         self.generate(requests)
-        return KernelStats(*self._call("bench_profile_stop"))
+        return [DeviceEvent(*event) for event in self._call("bench_profile_stop")]
 
     def close(self) -> None:
         del self._llm

@@ -33,5 +33,6 @@ class BenchExtension:
     def bench_profile_start(self) -> None:
         self._profile = start_profile()
 
-    def bench_profile_stop(self) -> tuple[int, int, float]:
-        return stop_profile(self._profile)
+    def bench_profile_stop(self) -> list[tuple[str, float, float]]:
+        # Plain tuples: they travel between processes.
+        return [tuple(event) for event in stop_profile(self._profile)]

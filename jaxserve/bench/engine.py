@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jaxserve
-from jaxserve.bench.offline import KernelStats
-from jaxserve.bench.profile import kernel_stats, trace
+from jaxserve.bench.device_events import DeviceEvent
+from jaxserve.bench.profile import trace
 from jaxserve.bench.workloads import TokenRequest
 from jaxserve.version import __version__
 
@@ -58,10 +58,10 @@ class JaxserveEngine:
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
         return [len(output.outputs[0].token_ids) for output in outputs]
 
-    def profile(self, requests: Sequence[TokenRequest]) -> KernelStats | None:
+    def profile(self, requests: Sequence[TokenRequest]) -> list[DeviceEvent] | None:
         if self.engine.platform != "gpu":
             return None
-        return kernel_stats(trace(lambda: self.generate(requests)))
+        return trace(lambda: self.generate(requests))
 
     def waits(self, kind: str) -> tuple[float, int]:
         steps = self._llm.stats().steps

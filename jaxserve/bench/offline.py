@@ -3,9 +3,9 @@
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
+from jaxserve.bench.device_events import DeviceEvent, is_copy, step_kernels
 from jaxserve.bench.timing import Row, measure
 from jaxserve.bench.workloads import TokenRequest, make_requests
 
@@ -15,16 +15,6 @@ WARM_REQUESTS = 128
 """Most requests of a workload's warm-up."""
 _STEPS_PROFILED = 16
 """At most."""
-
-
-@dataclass(frozen=True)
-class KernelStats:
-    """What one profile has seen on the first GPU, each kernel once."""
-
-    num_kernels: int
-    num_copies: int
-    busy_s: float
-    """Kernels and copies, added up."""
 
 
 class OfflineEngine(Protocol):
@@ -47,8 +37,9 @@ class OfflineEngine(Protocol):
         """Run them all, past any end token, greedily unless it was told otherwise; how many tokens
         each has got."""
 
-    def profile(self, requests: Sequence[TokenRequest]) -> KernelStats | None:
-        """As `generate`, under a profiler; None where the engine or machine has none."""
+    def profile(self, requests: Sequence[TokenRequest]) -> list[DeviceEvent] | None:
+        """What `generate` runs on the first GPU, each kernel once, in the order of their starts;
+        None where the engine or machine has no profiler."""
 
     def waits(self, kind: str) -> tuple[float, int] | None:
         """Seconds so far that the device has waited, at most, for launches of steps of this kind
@@ -123,7 +114,7 @@ def run_decode(
             first, end = profiled_steps(short, output_len)
             found = [engine.profile(batch(num_tokens)) for num_tokens in (first, end)]
             if None not in found:
-                stats = _per_step(*found, end - first)
+                stats = _per_step(step_kernels(*found, end - first))
                 stats["busy_share"] = round(stats["busy_ms"] / rows[batch_size].value, 3)
                 kernels[batch_size] = stats
     first = min(batch_sizes)
@@ -179,12 +170,13 @@ def profiled_steps(short: int, output_len: int) -> tuple[int, int]:
     return middle - half, middle + half
 
 
-def _per_step(few: KernelStats, many: KernelStats, num_steps: int) -> dict[str, float]:
-    """What a decode step adds to a profile."""
+def _per_step(found: dict[str, tuple[float, float]]) -> dict[str, float]:
+    """Of all kernels and copies of a step together."""
+    copies = sum(count for name, (count, _) in found.items() if is_copy(name))
     return {
-        "kernels": round((many.num_kernels - few.num_kernels) / num_steps, 1),
-        "copies": round((many.num_copies - few.num_copies) / num_steps, 1),
-        "busy_ms": round((many.busy_s - few.busy_s) / num_steps * 1000, 4),
+        "kernels": round(sum(count for count, _ in found.values()) - copies, 1),
+        "copies": round(copies, 1),
+        "busy_ms": round(sum(ms for _, ms in found.values()), 4),
     }
 
 

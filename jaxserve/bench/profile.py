@@ -1,22 +1,13 @@
 """What ran on the first GPU, by JAX's profiler: each kernel and copy once."""
 
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 from jax.profiler import ProfileData
 
-from jaxserve.bench.offline import KernelStats
-
-
-class DeviceEvent(NamedTuple):
-    """A kernel, a copy or a fill. Launch gaps and host time are not in it."""
-
-    name: str
-    start_ns: float
-    duration_ns: float
+from jaxserve.bench.device_events import DeviceEvent
 
 
 def trace(run: Callable[[], object]) -> list[DeviceEvent]:
@@ -45,19 +36,3 @@ def device_events(profile: ProfileData) -> list[DeviceEvent]:
         for event in line.events
     ]
     return sorted(events, key=lambda event: event.start_ns)
-
-
-def is_copy(name: str) -> bool:
-    """Whether an event is a copy or a fill, by its name."""
-    return name.lower().startswith(("memcpy", "memset"))
-
-
-def kernel_stats(events: Iterable[DeviceEvent]) -> KernelStats:
-    """Counts and the sum of all durations."""
-    num_kernels = num_copies = 0
-    busy_ns = 0.0
-    for event in events:
-        busy_ns += event.duration_ns
-        num_copies += is_copy(event.name)
-        num_kernels += not is_copy(event.name)
-    return KernelStats(num_kernels, num_copies, busy_ns / 1e9)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxserve.bench import offline
+from jaxserve.bench.device_events import DeviceEvent, step_kernels
 from jaxserve.bench.floors import (
     decode_floor_ms,
     kv_bytes_per_token,
@@ -14,8 +15,8 @@ from jaxserve.bench.floors import (
     num_output_params,
     workload_floor_s,
 )
-from jaxserve.bench.offline import KernelStats, run_decode, run_workload
-from jaxserve.bench.profile import device_events, kernel_stats
+from jaxserve.bench.offline import run_decode, run_workload
+from jaxserve.bench.profile import device_events
 from jaxserve.bench.records import KEYS
 from jaxserve.bench.shapes import SHAPES
 from jaxserve.bench.timing import measure
@@ -35,6 +36,11 @@ SMALL_ENGINE = (
 )  # fmt: skip
 
 
+def as_events(kernels):
+    """One after another."""
+    return [DeviceEvent(name, index, ns) for index, (name, ns) in enumerate(kernels)]
+
+
 class FakeEngine:
     """Takes 1 s a request, 10 ms a prompt token and, for each output token, 1 ms and 0.1 ms a row;
     the host is to blame for 0.25 ms of that, and for a time that differs before the first."""
@@ -46,6 +52,7 @@ class FakeEngine:
         self.now = 0.0
         self.waited = {"decode": [0.0, 0], "prefill": [0.0, 0]}
         self.calls = []
+        self.num_profiles = 0
         self.speed = 1.0
 
     def generate(self, requests):
@@ -63,8 +70,12 @@ class FakeEngine:
         return [r.output_len for r in requests]
 
     def profile(self, requests):
-        steps = max(r.output_len for r in requests)
-        return KernelStats(100 + 30 * steps, 5 + 2 * steps, 1.0 + 0.0005 * steps)
+        # Prompts take another time whenever they run, and much longer than a step.
+        self.num_profiles += 1
+        prompts = [("matmul", 1e6 * self.num_profiles), ("MemcpyH2D", 1e6)] * 100
+        step = [("matmul", 20e3), ("attend", 10e3), ("add", 2e3)] * 10
+        step += [("MemcpyD2H", 80e3), ("Memset", 100e3)]
+        return as_events(prompts + step * max(r.output_len for r in requests) + [("last", 9e6)])
 
     def waits(self, kind):
         return tuple(self.waited[kind])
@@ -239,7 +250,17 @@ def test_each_kernel_counts_once():
     assert [(event.name, event.duration_ns) for event in events] == [
         ("gemm_fusion", 3000), ("gemm_fusion", 2000), ("MemcpyD2H", 1000)
     ]  # fmt: skip
-    assert kernel_stats(events) == KernelStats(2, 1, pytest.approx(6e-6))
+
+
+def test_kernels_of_a_step_are_timed_where_they_run():
+    prompt, end = [("matmul", 9e6), ("norm", 9e6)], [("copy", 5e6), ("last", 5e6)]
+    step = [("matmul", 3e3), ("norm", 1e3), ("matmul", 3e3)]
+    few = as_events([*prompt, *step * 3, *end])
+    many = as_events([("matmul", 7e6), ("norm", 7e6), *step * 7, *end])
+    # Not what comes before the steps, nor what comes after them.
+    assert step_kernels(few, many, 4) == {
+        "matmul": (2.0, pytest.approx(0.006)), "norm": (1.0, 0.001)
+    }  # fmt: skip
 
 
 def test_floors():
