@@ -45,6 +45,13 @@ def step_times(result: dict[str, Any], engine: str) -> dict[int, tuple[list[floa
     return dict(sorted(found.items()))
 
 
+def step_profiles(result: dict[str, Any], engine: str) -> dict[int, dict[str, float]]:
+    """{batch: kernels, busy_share and more of a decode step}; of the one turn that was profiled."""
+    records = of_engine(result, engine)
+    found = next((record["profiles"] for record in records if record.get("profiles")), {})
+    return {int(size): stats for size, stats in found.items()}
+
+
 def rates(result: dict[str, Any], engine: str, name: str) -> dict[str, tuple[list[float], bool]]:
     """{workload: (the rate in every turn, whether any turn is flagged)}; `name` is one of RATES."""
     found: dict[str, tuple[list[float], bool]] = {}

@@ -18,6 +18,7 @@ from compare_files import (
     median,
     of_engine,
     rates,
+    step_profiles,
     step_times,
 )
 
@@ -140,6 +141,11 @@ def compare_table(result: dict) -> list[str]:
         floor = floors.get("decode_step_ms", {}).get(str(size))
         key = f"decode, decode_steps_per_s at batch {size}"
         add(f"decode step, batch {size}, ms", cells, "" if floor is None else f"{floor:.2f}", key)
+    profiles = {engine: step_profiles(result, engine) for engine in engines}
+    for size in sorted({size for its in profiles.values() for size in its}):
+        found = [profiles[engine].get(size) for engine in engines]
+        cells = [f"{s['kernels']:,.0f}; {100 * s['busy_share']:.0f}%" if s else "" for s in found]
+        add(f"kernels of that step, batch {size}; GPU busy", cells, "", "")
     for name in RATES:
         found = {engine: rates(result, engine, name) for engine in engines}
         for workload in dict.fromkeys(w for its in found.values() for w in its):

@@ -120,12 +120,15 @@ def result(script, records):
 def test_the_table_has_medians_limits_and_ratios(script, result):
     last = "vllm", 3
     result["records"] = [r for r in result["records"] if (r["engine"], r["turn"]) != last]
+    profiled = next(r for r in result["records"] if r["workload"] == "decode" and r["turn"] == 1)
+    profiled["profiles"] = {"1": {"kernels": 1047.1, "busy_share": 0.142}}
     lines = script("tools", "results_table").compare_table(result)
     assert lines[0].startswith("qwen2.5-0.5b, bfloat16, a GPU, session s1;")
     assert lines[2:] == [
         "|  | jaxserve, 4 turns | vllm, 3 turns | device's limit | jaxserve over vllm |",
         "|---|---|---|---|---|",
         "| decode step, batch 1, ms | 1.00 | 3.00 | 0.21 | 3.50 |",
+        "| kernels of that step, batch 1; GPU busy | 1,047; 14% |  |  |  |",
         "| 8x8, output tokens/s | 260 ! | 100 | 5,000 | 2.20 |",
         "| 8x8, total tokens/s | 520 ! | 200 |  | 2.20 |",
     ]
