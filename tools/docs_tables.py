@@ -113,6 +113,22 @@ def step_reports(*results: dict) -> Table:
             f"{result['launches']['graphs']}", f"{outside}",
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, "", *longest_kernels(*results)]
+
+
+def longest_kernels(*results: dict, most: int = 6) -> Table:
+    """What takes longest in each reported step, and all the rest."""
+    lines = ["| step | kernel | times | us | of busy GPU |", "|---|---|---|---|---|"]
+    for result in results:
+        step = f"{result['model']}, {result['phase']} of {result['num_tokens']} tokens"
+        first, rest = result["kernels"][:most], result["kernels"][most:]
+        rows = [(f"`{k['kernel']}`", k["count"], k["us"]) for k in first]
+        if rest:
+            rows.append(("others", sum(k["count"] for k in rest), sum(k["us"] for k in rest)))
+        for name, count, us in rows:
+            share = 100 * us / 1000 / result["busy_ms"]
+            lines.append(f"| {step} | {name} | {count:.0f} | {us:.0f} | {share:.0f}% |")
+            step = ""
     return lines
 
 

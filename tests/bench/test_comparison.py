@@ -179,11 +179,26 @@ def report(phase="decode", **fields):
     return made | times | fields
 
 
-def test_the_table_of_steps(script):
+def test_the_tables_of_steps(script):
+    kernels = [{"kernel": name, "count": 2.0, "us": us} for us, name in enumerate("abcdefgh")]
     make = script("tools", "docs_tables").step_reports
-    assert make(report(), report("prefill", flagged=True))[2:] == [
-        "| qwen2.5-0.5b, decode of 32 tokens | 2.00 | 75% | 15% | 10% | 301 | 1 | 3 |",
+    reports = (
+        report(kernels=kernels[::-1], busy_ms=0.028, wall_ms=0.056),
+        report("prefill", flagged=True, kernels=[]),
+    )
+    assert make(*reports)[2:] == [
+        "| qwen2.5-0.5b, decode of 32 tokens | 0.06 | 50% | 536% | 357% | 301 | 1 | 3 |",
         "| qwen2.5-0.5b, prefill of 32 tokens | 2.00 ! | 75% | 15% | 10% | 301 | 1 | 3 |",
+        "",
+        "| step | kernel | times | us | of busy GPU |",
+        "|---|---|---|---|---|",
+        "| qwen2.5-0.5b, decode of 32 tokens | `h` | 2 | 7 | 25% |",
+        "|  | `g` | 2 | 6 | 21% |",
+        "|  | `f` | 2 | 5 | 18% |",
+        "|  | `e` | 2 | 4 | 14% |",
+        "|  | `d` | 2 | 3 | 11% |",
+        "|  | `c` | 2 | 2 | 7% |",
+        "|  | others | 4 | 1 | 4% |",
     ]
 
 
