@@ -45,11 +45,15 @@ def step_times(result: dict[str, Any], engine: str) -> dict[int, tuple[list[floa
     return dict(sorted(found.items()))
 
 
-def step_profiles(result: dict[str, Any], engine: str) -> dict[int, dict[str, float]]:
-    """{batch: kernels, busy_share and more of a decode step}; of the one turn that was profiled."""
-    records = of_engine(result, engine)
-    found = next((record["profiles"] for record in records if record.get("profiles")), {})
-    return {int(size): stats for size, stats in found.items()}
+def step_profiles(result: dict[str, Any], engine: str) -> dict[int, tuple[float, float, bool]]:
+    """{batch: (kernels of a decode step, how busy its GPU was, whether its time is flagged)}, of
+    the first turn that was profiled."""
+    profiled = (record for record in of_engine(result, engine) if record.get("profiles"))
+    record = next(profiled, {"profiles": {}})
+    return {
+        int(size): (stats["kernels"], stats["busy_share"], record["rows"][size]["flagged"])
+        for size, stats in record["profiles"].items()
+    }
 
 
 def rates(result: dict[str, Any], engine: str, name: str) -> dict[str, tuple[list[float], bool]]:

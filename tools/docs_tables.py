@@ -20,6 +20,8 @@ NOTED_SPREAD = 0.05
 
 
 Table = list[str]
+KERNELS_SHOWN = 6
+"""Of a step: the rest takes a few per cent."""
 
 
 def clients(result: dict) -> Table:
@@ -108,7 +110,7 @@ def step_reports(*results: dict) -> Table:
         flag = " !" if result["flagged"] else ""
         outside = sum(result["launches"]["outside_of_graphs"].values())
         cells = [
-            f"{result['model']}, {result['phase']} of {result['num_tokens']} tokens",
+            step_name(result),
             f"{result['wall_ms']:.2f}{flag}", *shares, f"{result['kernels_per_step']:.0f}",
             f"{result['launches']['graphs']}", f"{outside}",
         ]  # fmt: skip
@@ -116,12 +118,16 @@ def step_reports(*results: dict) -> Table:
     return [*lines, "", *longest_kernels(*results)]
 
 
-def longest_kernels(*results: dict, most: int = 6) -> Table:
+def step_name(result: dict) -> str:
+    return f"{result['model']}, {result['phase']} of {result['num_tokens']} tokens"
+
+
+def longest_kernels(*results: dict) -> Table:
     """What takes longest in each reported step, and all the rest."""
-    lines = ["| step | kernel | times | us | of busy GPU |", "|---|---|---|---|---|"]
+    lines = ["| step | kernel or copy | times | us | of busy GPU |", "|---|---|---|---|---|"]
     for result in results:
-        step = f"{result['model']}, {result['phase']} of {result['num_tokens']} tokens"
-        first, rest = result["kernels"][:most], result["kernels"][most:]
+        step = step_name(result)
+        first, rest = result["kernels"][:KERNELS_SHOWN], result["kernels"][KERNELS_SHOWN:]
         rows = [(f"`{k['kernel']}`", k["count"], k["us"]) for k in first]
         if rest:
             rows.append(("others", sum(k["count"] for k in rest), sum(k["us"] for k in rest)))

@@ -120,20 +120,24 @@ def compare_table(result: dict) -> list[str]:
     where = first["gpu"] or result["hardware"]["cpu"]
     turns = {engine: len({r["turn"] for r in of_engine(result, engine)}) for engine in engines}
     columns = [f"{name}, {n} turn{'s' if n > 1 else ''}" for name, n in turns.items()]
-    head = ["", *columns, "device's limit", *pairs]
-    lines = [
+    limit = ["device's limit"] if floors else []
+    head = ["", *columns, *limit, *pairs]
+    caption = (
         f"{result['model']}, {first['dtype']}, {where}, session {result['session']}; medians of "
-        "the turns, `!` if any two passes were over 15% apart; a ratio is the median of those "
-        "turns that both have and neither flagged; over 1: the first is faster.",
-        "",
-        f"| {' | '.join(head)} |",
-        f"|{'---|' * len(head)}",
-    ]
+        "the turns, `!` if any two passes were over 15% apart"
+    )
+    if pairs:
+        caption += (
+            "; a ratio is the median of those turns that both have and neither flagged; over 1: "
+            "the first is faster"
+        )
+    lines = [f"{caption}.", "", f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
 
     def add(title: str, cells: list[str], floor: str, key: str) -> None:
         shown = [ratios.get(pair, {}).get(key, {}).get("median") for pair in pairs]
         shown = ["" if ratio is None else f"{ratio:.2f}" for ratio in shown]
-        lines.append(f"| {' | '.join([title, *cells, floor, *shown])} |")
+        limits = [floor] if floors else []
+        lines.append(f"| {' | '.join([title, *cells, *limits, *shown])} |")
 
     steps = {engine: step_times(result, engine) for engine in engines}
     for size in sorted({size for its in steps.values() for size in its}):
@@ -144,8 +148,11 @@ def compare_table(result: dict) -> list[str]:
     profiles = {engine: step_profiles(result, engine) for engine in engines}
     for size in sorted({size for its in profiles.values() for size in its}):
         found = [profiles[engine].get(size) for engine in engines]
-        cells = [f"{s['kernels']:,.0f}; {100 * s['busy_share']:.0f}%" if s else "" for s in found]
-        add(f"kernels of that step, batch {size}; GPU busy", cells, "", "")
+        cells = [
+            f"{step[0]:,.0f}; {100 * step[1]:.0f}%{' !' if step[2] else ''}" if step else ""
+            for step in found
+        ]
+        add(f"kernels of a step in one turn, batch {size}; GPU busy", cells, "", "")
     for name in RATES:
         found = {engine: rates(result, engine, name) for engine in engines}
         for workload in dict.fromkeys(w for its in found.values() for w in its):

@@ -4,9 +4,9 @@
     PYTHONPATH=. python tools/step_report.py --shape llama-3.1-8b --phase prefill --input-len 1024
 
 The engine runs as it serves, graphs on. Its step time is measured without a profiler, as `jaxserve
-bench latency` does; kernels come from two profiles of the same requests, one some steps longer at
-its end than the other: those steps. What XLA launches is in its list of the same program, compiled
-anew. Needs a GPU.
+bench latency` does; kernels come from two profiles of the same requests, one some steps longer than
+the other: those steps. What XLA launches is in its list of the same program, compiled anew. Needs a
+GPU.
 
 A kernel's bytes come from the shapes of its fusion in the optimised HLO ("hlo"), or, for our own
 kernels, from the model's shapes and the contexts ("model"): each value read or written once. Matrix
@@ -28,10 +28,10 @@ from hlo_bytes import kernel_bytes
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from jaxserve.bench.ceilings import copy_bandwidth
-from jaxserve.bench.device_events import is_copy, step_kernels
+from jaxserve.bench.device_events import step_kernels, step_totals
 from jaxserve.bench.engine import JaxserveEngine
 from jaxserve.bench.environment import describe
-from jaxserve.bench.offline import profiled_steps, short_output, time_steps
+from jaxserve.bench.offline import check_prompts_end, profiled_steps, short_output, time_steps
 from jaxserve.bench.shapes import SHAPES, write_shape
 from jaxserve.bench.thunks import count_launches, dump_options, every_thunk, read_thunks
 from jaxserve.bench.workloads import TokenRequest, make_requests
@@ -50,6 +50,8 @@ class Phase:
     """Of as many steps as it is told, and some that all runs share."""
     timed_steps: tuple[int, int]
     profiled_steps: tuple[int, int]
+    steps_after: int
+    """That a profile has beyond those, until requests that began first are done."""
     num_tokens: int
     """Of one step."""
     context_tokens: float
@@ -90,6 +92,7 @@ def decode_phase(args: argparse.Namespace, vocab_size: int) -> Phase:
         requests,
         (short, args.output_len),
         profiled,
+        short,
         args.batch_size,
         args.batch_size * (args.input_len + sum(profiled) / 2),
     )
@@ -105,13 +108,14 @@ def prefill_phase(args: argparse.Namespace, vocab_size: int, num_tokens: int) ->
     def requests(num_steps: int) -> list[TokenRequest]:
         return make_requests([(args.input_len, 1)] * prompts * num_steps, vocab_size, args.seed)
 
-    return Phase("prefill", requests, (2, 10), (1, 5), num_tokens, num_tokens)
+    return Phase("prefill", requests, (2, 10), (1, 5), 0, num_tokens, num_tokens)
 
 
 def profiled(engine: JaxserveEngine, phase: Phase) -> dict[str, tuple[float, float]]:
     """Kernel or copy: how many a step, milliseconds a step."""
-    few, many = (engine.profile(phase.requests(steps)) for steps in phase.profiled_steps)
-    return step_kernels(few, many, phase.profiled_steps[1] - phase.profiled_steps[0])
+    first, end = phase.profiled_steps
+    few, many = (engine.profile(phase.requests(n + phase.steps_after)) for n in (first, end))
+    return step_kernels(few, many, end - first, phase.steps_after)
 
 
 def model_bytes(model: ModelConfig, itemsize: int, phase: Phase) -> dict[str, float]:
@@ -246,6 +250,8 @@ def main() -> None:
             if args.phase == "decode"
             else prefill_phase(args, model.vocab_size, config.max_num_batched_tokens)
         )
+        if args.phase == "decode":
+            check_prompts_end(engine, args.batch_size, args.input_len, args.output_len)
         few, many = phase.timed_steps
         row, host_ms = time_steps(
             engine, phase.name, phase.requests(few), phase.requests(many), many - few,
@@ -256,9 +262,8 @@ def main() -> None:
         itemsize = engine.engine.dtype.itemsize
         rates = kernel_bytes(hlo), model_bytes(model, itemsize, phase), copy.value
         engine.close()
-    busy_ms = sum(ms for _, ms in found.values())
+    kernels, copies, busy_ms = step_totals(found)
     host_ms = min(host_ms, max(row.value - busy_ms, 0.0))
-    copies = sum(count for name, (count, _) in found.items() if is_copy(name))
     result = describe() | {
         "benchmark": "step_report",
         "model": args.shape,
@@ -270,7 +275,7 @@ def main() -> None:
         "busy_ms": round(busy_ms, 4),
         "gaps_ms": round(max(row.value - busy_ms - host_ms, 0.0), 4),
         "host_ms": round(host_ms, 4),
-        "kernels_per_step": round(sum(count for count, _ in found.values()) - copies, 2),
+        "kernels_per_step": round(kernels, 2),
         "copies_per_step": round(copies, 2),
         "launches": launches,
         "copy_bytes_per_s": copy.value,

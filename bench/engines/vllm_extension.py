@@ -34,5 +34,5 @@ class BenchExtension:
         self._profile = start_profile()
 
     def bench_profile_stop(self) -> list[tuple[str, float, float]]:
-        # Plain tuples: they travel between processes.
+        """DeviceEvents as plain tuples, which travel between processes."""
         return [tuple(event) for event in stop_profile(self._profile)]

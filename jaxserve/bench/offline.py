@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from jaxserve.bench.device_events import DeviceEvent, is_copy, step_kernels
+from jaxserve.bench.device_events import DeviceEvent, step_kernels, step_totals
 from jaxserve.bench.timing import Row, measure
 from jaxserve.bench.workloads import TokenRequest, make_requests
 
@@ -86,17 +86,10 @@ def run_decode(
     steps of these runs, where the engine tells. The context grows from `input_len` plus the short
     output to `input_len + output_len`. A profile is of the steps in the middle, whose contexts are
     the mean of those that are timed. ValueError where the short output is done before all prompts
-    are.
+    are, or where a profile has lost events.
     """
     short = short_output(output_len)
-    budget = engine.max_num_batched_tokens
-    prompt_steps = math.ceil(max(batch_sizes) * input_len / budget) if budget else 0
-    if prompt_steps > short:
-        raise ValueError(
-            f"output_len must be longer, or max_num_batched_tokens more, than {output_len} and "
-            f"{budget}: {max(batch_sizes)} prompts of {input_len} tokens take {prompt_steps} "
-            f"steps, and decode steps are told from those by what comes after {short} tokens"
-        )
+    check_prompts_end(engine, max(batch_sizes), input_len, output_len)
     rows: dict[int, Row] = {}
     kernels: dict[int, dict[str, float]] = {}
     gaps_ms: dict[int, float] = {}
@@ -112,9 +105,10 @@ def run_decode(
             gaps_ms[batch_size] = gap_ms
         if profile:
             first, end = profiled_steps(short, output_len)
-            found = [engine.profile(batch(num_tokens)) for num_tokens in (first, end)]
+            # Longer than that: those that began first leave their batch while the others go on.
+            found = [engine.profile(batch(num_tokens + short)) for num_tokens in (first, end)]
             if None not in found:
-                stats = _per_step(step_kernels(*found, end - first))
+                stats = _per_step(step_kernels(*found, end - first, after=short))
                 stats["busy_share"] = round(stats["busy_ms"] / rows[batch_size].value, 3)
                 kernels[batch_size] = stats
     first = min(batch_sizes)
@@ -129,6 +123,20 @@ def run_decode(
         "spread": max(row.spread for row in rows.values()),
         "flagged": any(row.flagged for row in rows.values()),
     }
+
+
+def check_prompts_end(
+    engine: OfflineEngine, batch_size: int, input_len: int, output_len: int
+) -> None:
+    """ValueError where the short output is done before all prompts are."""
+    short, budget = short_output(output_len), engine.max_num_batched_tokens
+    prompt_steps = math.ceil(batch_size * input_len / budget) if budget else 0
+    if prompt_steps > short:
+        raise ValueError(
+            f"output_len must be longer, or max_num_batched_tokens more, than {output_len} and "
+            f"{budget}: {batch_size} prompts of {input_len} tokens take {prompt_steps} steps, and "
+            f"decode steps are told from those by what comes after {short} tokens"
+        )
 
 
 def time_steps(
@@ -164,20 +172,18 @@ def short_output(output_len: int) -> int:
 
 
 def profiled_steps(short: int, output_len: int) -> tuple[int, int]:
-    """The middle of the steps `short` to `output_len`: outputs of two runs that differ by it."""
+    """The middle of the steps `short` to `output_len`, with at least `short` steps after it."""
     middle = (short + output_len) // 2
-    half = min(_STEPS_PROFILED, output_len - short) // 2
+    half = min(_STEPS_PROFILED // 2, output_len - short - middle)
     return middle - half, middle + half
 
 
 def _per_step(found: dict[str, tuple[float, float]]) -> dict[str, float]:
     """Of all kernels and copies of a step together."""
-    copies = sum(count for name, (count, _) in found.items() if is_copy(name))
+    kernels, copies, busy_ms = step_totals(found)
     return {
-        "kernels": round(sum(count for count, _ in found.values()) - copies, 1),
-        "copies": round(copies, 1),
-        "busy_ms": round(sum(ms for _, ms in found.values()), 4),
-    }
+        "kernels": round(kernels, 1), "copies": round(copies, 1), "busy_ms": round(busy_ms, 4)
+    }  # fmt: skip
 
 
 def _timed(engine: OfflineEngine, requests: Sequence[TokenRequest], warm_up_s: float) -> Row:

@@ -20,10 +20,10 @@ def trace(run: Callable[[], object]) -> list[DeviceEvent]:
         with jax.profiler.trace(folder, profiler_options=options):
             jax.block_until_ready(run())
         (path,) = Path(folder).rglob("*.xplane.pb")
-        return device_events(ProfileData.from_file(str(path)))
+        return read_profile(ProfileData.from_file(str(path)))
 
 
-def device_events(profile: ProfileData) -> list[DeviceEvent]:
+def read_profile(profile: ProfileData) -> list[DeviceEvent]:
     """The events of a profile, in the order of their starts.
 
     XLA's tracer also lists modules and operations that span several kernels, in lines of their own;

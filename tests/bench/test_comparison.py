@@ -120,18 +120,33 @@ def result(script, records):
 def test_the_table_has_medians_limits_and_ratios(script, result):
     last = "vllm", 3
     result["records"] = [r for r in result["records"] if (r["engine"], r["turn"]) != last]
-    profiled = next(r for r in result["records"] if r["workload"] == "decode" and r["turn"] == 1)
-    profiled["profiles"] = {"1": {"kernels": 1047.1, "busy_share": 0.142}}
+    ours, theirs = (
+        [r for r in result["records"] if (r["engine"], r["workload"]) == (engine, "decode")]
+        for engine in ("jaxserve", "vllm")
+    )
+    ours[1]["profiles"] = {"1": {"kernels": 1047.1, "busy_share": 0.142}}
+    ours[2]["profiles"] = {"1": {"kernels": 9.0, "busy_share": 0.9}}
+    theirs[0]["profiles"] = {"1": {"kernels": 30.0, "busy_share": 1.004}}
+    theirs[0]["rows"] = {"1": {"flagged": True}}
     lines = script("tools", "results_table").compare_table(result)
     assert lines[0].startswith("qwen2.5-0.5b, bfloat16, a GPU, session s1;")
     assert lines[2:] == [
         "|  | jaxserve, 4 turns | vllm, 3 turns | device's limit | jaxserve over vllm |",
         "|---|---|---|---|---|",
-        "| decode step, batch 1, ms | 1.00 | 3.00 | 0.21 | 3.50 |",
-        "| kernels of that step, batch 1; GPU busy | 1,047; 14% |  |  |  |",
+        "| decode step, batch 1, ms | 1.00 | 3.00 ! | 0.21 | 3.50 |",
+        "| kernels of a step in one turn, batch 1; GPU busy | 1,047; 14% | 30; 100% ! |  |  |",
         "| 8x8, output tokens/s | 260 ! | 100 | 5,000 | 2.20 |",
         "| 8x8, total tokens/s | 520 ! | 200 |  | 2.20 |",
     ]
+
+
+def test_the_table_of_one_engine(script, result):
+    alone = result | {"records": result["records"][::2], "ratios": {}, "floors": {}}
+    lines = script("tools", "results_table").compare_table(alone)
+    assert lines[0].endswith("`!` if any two passes were over 15% apart.")
+    assert lines[2:5] == [
+        "|  | jaxserve, 4 turns |", "|---|---|", "| decode step, batch 1, ms | 1.00 |"
+    ]  # fmt: skip
 
 
 def test_tables_of_pairs(script, result, monkeypatch, tmp_path):
@@ -183,14 +198,14 @@ def test_the_tables_of_steps(script):
     kernels = [{"kernel": name, "count": 2.0, "us": us} for us, name in enumerate("abcdefgh")]
     make = script("tools", "docs_tables").step_reports
     reports = (
-        report(kernels=kernels[::-1], busy_ms=0.028, wall_ms=0.056),
+        report(kernels=kernels[::-1], busy_ms=0.028, gaps_ms=0.02, host_ms=0.008, wall_ms=0.056),
         report("prefill", flagged=True, kernels=[]),
     )
     assert make(*reports)[2:] == [
-        "| qwen2.5-0.5b, decode of 32 tokens | 0.06 | 50% | 536% | 357% | 301 | 1 | 3 |",
+        "| qwen2.5-0.5b, decode of 32 tokens | 0.06 | 50% | 36% | 14% | 301 | 1 | 3 |",
         "| qwen2.5-0.5b, prefill of 32 tokens | 2.00 ! | 75% | 15% | 10% | 301 | 1 | 3 |",
         "",
-        "| step | kernel | times | us | of busy GPU |",
+        "| step | kernel or copy | times | us | of busy GPU |",
         "|---|---|---|---|---|",
         "| qwen2.5-0.5b, decode of 32 tokens | `h` | 2 | 7 | 25% |",
         "|  | `g` | 2 | 6 | 21% |",

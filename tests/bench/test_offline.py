@@ -1,6 +1,8 @@
 """Engines in this process: workloads, timing, the records, and `jaxserve bench` with a real one."""
 
+import itertools
 import json
+import math
 import re
 from types import SimpleNamespace
 
@@ -16,7 +18,7 @@ from jaxserve.bench.floors import (
     workload_floor_s,
 )
 from jaxserve.bench.offline import run_decode, run_workload
-from jaxserve.bench.profile import device_events
+from jaxserve.bench.profile import read_profile
 from jaxserve.bench.records import KEYS
 from jaxserve.bench.shapes import SHAPES
 from jaxserve.bench.timing import measure
@@ -70,12 +72,20 @@ class FakeEngine:
         return [r.output_len for r in requests]
 
     def profile(self, requests):
-        # Prompts take another time whenever they run, and much longer than a step.
+        """A step takes as many prompt tokens as it may, and a token for each whose prompt is done,
+        whose attention takes 2.5 us a row; prompts take another time whenever they run."""
         self.num_profiles += 1
-        prompts = [("matmul", 1e6 * self.num_profiles), ("MemcpyH2D", 1e6)] * 100
-        step = [("matmul", 20e3), ("attend", 10e3), ("add", 2e3)] * 10
-        step += [("MemcpyD2H", 80e3), ("Memset", 100e3)]
-        return as_events(prompts + step * max(r.output_len for r in requests) + [("last", 9e6)])
+        prompt_ends = itertools.accumulate(len(r.prompt_token_ids) for r in requests)
+        begins = [math.ceil(n / (self.max_num_batched_tokens or n)) for n in prompt_ends]
+        ends = [n + r.output_len for n, r in zip(begins, requests, strict=True)]
+        events = [("first", 9e6)]
+        for step in range(max(ends)):
+            rows = sum(n <= step < end for n, end in zip(begins, ends, strict=True))
+            matmul = 20e3 if step >= max(begins) else 1e6 * self.num_profiles
+            events += [("matmul", matmul - 1e3), ("matmul", matmul + 1e3)] * 5
+            events += [("attend", 2.5e3 * rows), ("add", 2e3)] * 10
+            events += [("MemcpyD2H", 80e3), ("Memset", 100e3)]
+        return as_events([*events, ("last", 9e6)])
 
     def waits(self, kind):
         return tuple(self.waited[kind])
@@ -144,19 +154,17 @@ def test_decode_steps_are_told_from_prefill(engine):
     result = run_decode(engine, [1, 4], 16, 512, vocab_size=50, seed=0, warm_up_s=0, profile=True)
     assert result["decode_step_ms"] == {"1": 1.1, "4": 1.4}
     assert result["host_gap_ms"] == {"1": 0.25, "4": 0.25}
-    assert result["profiles"]["1"] == {
-        "kernels": 30,
-        "copies": 2,
-        "busy_ms": 0.5,
-        "busy_share": 0.455,
-    }
+    stats = {"kernels": 30, "copies": 2}
+    assert result["profiles"]["1"] == stats | {"busy_ms": 0.425, "busy_share": 0.386}
+    # Of steps that all requests are in.
+    assert result["profiles"]["4"] == stats | {"busy_ms": 0.5, "busy_share": 0.357}
     assert (result["kernels_per_step"], result["spread"], result["flagged"]) == (30, 0, False)
     # Warm-up and the two passes, each of 64 and 512 tokens.
     assert engine.calls[:5] == [[(16, n)] for n in (64, 64, 512, 64, 512)]
 
 
 @pytest.mark.parametrize(
-    ("output_len", "lengths"), [(512, [280, 296]), (64, [32, 48]), (8, [2, 8])]
+    ("output_len", "lengths"), [(512, [344, 360]), (64, [48, 64]), (8, [6, 8])]
 )
 def test_steps_are_profiled_where_contexts_are_the_mean(engine, output_len, lengths):
     engine.max_num_batched_tokens = None
@@ -245,7 +253,7 @@ def test_each_kernel_counts_once():
     other = f'planes {{ name: "/host:CPU" {host} {metadata} }}'
     text = f'planes {{ name: "/device:GPU:0" {" ".join(lines)} {metadata} }} {other}'
     profile = ProfileData.from_text_proto(text)
-    events = device_events(profile)
+    events = read_profile(profile)
     # In the order of their starts, whatever stream they ran on.
     assert [(event.name, event.duration_ns) for event in events] == [
         ("gemm_fusion", 3000), ("gemm_fusion", 2000), ("MemcpyD2H", 1000)
@@ -253,14 +261,21 @@ def test_each_kernel_counts_once():
 
 
 def test_kernels_of_a_step_are_timed_where_they_run():
-    prompt, end = [("matmul", 9e6), ("norm", 9e6)], [("copy", 5e6), ("last", 5e6)]
-    step = [("matmul", 3e3), ("norm", 1e3), ("matmul", 3e3)]
-    few = as_events([*prompt, *step * 3, *end])
-    many = as_events([("matmul", 7e6), ("norm", 7e6), *step * 7, *end])
+    prompt, ramp = [("matmul", 9e6), ("norm", 9e6)], [("matmul", 5e6), ("last", 5e6)] * 6
+    step = [("matmul", 2e3), ("norm", 1e3), ("matmul", 4e3)]
+    few = as_events([*prompt, *step * 3, *ramp])
+    many = as_events([("matmul", 7e6), ("norm", 7e6), *step * 7, *ramp])
     # Not what comes before the steps, nor what comes after them.
-    assert step_kernels(few, many, 4) == {
+    assert step_kernels(few, many, 4, after=4) == {
         "matmul": (2.0, pytest.approx(0.006)), "norm": (1.0, 0.001)
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("num_few", "num_many", "after"), [(8, 8, 0), (9, 8, 0), (3, 8, 4)])
+def test_profiles_that_have_lost_events(num_few, num_many, after):
+    few, many = ([DeviceEvent("matmul", i, 1e3) for i in range(n)] for n in (num_few, num_many))
+    with pytest.raises(ValueError, match=r"cannot be 4 steps apart, \d before the end"):
+        step_kernels(few, many, 4, after)
 
 
 def test_floors():
@@ -311,7 +326,7 @@ def test_throughput_of_a_real_engine(cli, tmp_path):
     assert [r.output_len for r in load_requests(requests)] == [8, 8, 8]
 
 
-@pytest.mark.parametrize("flags", [(), ("--sampled",)])
+@pytest.mark.parametrize("flags", [(), ("--sampled", "--profile")])
 def test_latency_greedy_and_sampled(cli, monkeypatch, flags):
     asked = []
 
@@ -324,6 +339,7 @@ def test_latency_greedy_and_sampled(cli, monkeypatch, flags):
             model = SimpleNamespace(vocab_size=50)
             self.engine = SimpleNamespace(
                 dtype="float32",
+                platform="cpu",
                 config=config,
                 startup_s={},
                 steps_in_dispatch={1: 8, 2: 1},
@@ -348,6 +364,7 @@ def test_latency_greedy_and_sampled(cli, monkeypatch, flags):
     assert code == 0
     record = json.loads(out)
     assert record["sampled"] is bool(flags)
+    assert record["profiles"] == {}  # of a GPU alone
     assert record["settings"]["steps_in_dispatch"] == {"1": 8, "2": 1}
     assert {one.ignore_eos for one in asked} == {True}
     for one in asked:

@@ -4,6 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from jaxserve.bench.device_events import DeviceEvent
+
 HLO = """\
 HloModule jit_step, is_scheduled=true
 
@@ -85,3 +87,28 @@ def test_a_decode_steps_contexts_are_those_of_the_profile(script):
     assert (phase.timed_steps, phase.profiled_steps) == ((64, 512), (280, 296))
     assert phase.context_tokens == 256 * (512 + 288)
     assert len(phase.requests(280)) == phase.num_tokens == 256
+
+
+def test_a_profile_goes_on_until_all_have_left(script):
+    """Its steps are those in the middle, in which all requests are."""
+    tool = script("tools", "step_report")
+    args = SimpleNamespace(input_len=512, output_len=64, batch_size=2, seed=0)
+    asked = []
+
+    def profile(requests):
+        asked.append(requests[0].output_len)
+        names = ["prompt"] * 9 + ["_attend", "add"] * requests[0].output_len
+        return [DeviceEvent(name, i, 1e3 if i < 105 else 1e6) for i, name in enumerate(names)]
+
+    found = tool.profiled(SimpleNamespace(profile=profile), tool.decode_phase(args, vocab_size=50))
+    assert asked == [48, 64]
+    assert found == {"_attend": (1.0, 0.001), "add": (1.0, 0.001)}
+
+
+def test_bytes_of_attention(script):
+    tool = script("tools", "step_report")
+    args = SimpleNamespace(input_len=512, output_len=512, batch_size=256, seed=0)
+    model = SimpleNamespace(num_heads=32, num_kv_heads=8, head_dim=128, hidden_size=4096)
+    found = tool.model_bytes(model, 2, tool.decode_phase(args, vocab_size=50))
+    context, rows = 256 * 800 * 2 * 8 * 128 * 2, 2 * 256 * 4096 * 2
+    assert found["paged_decode"] == found["_attend"] == context + rows
