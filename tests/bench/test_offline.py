@@ -269,6 +269,9 @@ def test_kernels_of_a_step_are_timed_where_they_run():
     assert step_kernels(few, many, 4, after=4) == {
         "matmul": (2.0, pytest.approx(0.006)), "norm": (1.0, 0.001)
     }  # fmt: skip
+    # Nor what every run ends with.
+    ends = [as_events([*step * n, ("last", 5e6)]) for n in (3, 7)]
+    assert step_kernels(*ends, 4, after=0).keys() == {"matmul", "norm"}
 
 
 @pytest.mark.parametrize(("num_few", "num_many", "after"), [(8, 8, 0), (9, 8, 0), (3, 8, 4)])
