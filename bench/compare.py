@@ -30,7 +30,7 @@ from ratios import ratios_of
 
 from jaxserve.bench.environment import describe
 from jaxserve.bench.floors import decode_floor_ms, workload_floor_s
-from jaxserve.bench.offline import short_output
+from jaxserve.bench.offline import LEAST_PROFILED_OUTPUT, short_output
 from jaxserve.bench.shapes import SHAPES, write_shape
 from jaxserve.bench.workloads import is_prefill, lengths_of, make_requests, save_requests
 
@@ -105,8 +105,12 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     if not re.fullmatch(r"[\w.-]+", args.session):
         parser.error(f"--session is part of a file's name, got {args.session!r}")
-    if args.output_len < 8:
-        parser.error(f"--output-len must be at least 8, got {args.output_len}")
+    least_output = LEAST_PROFILED_OUTPUT if args.profile else 8
+    if args.output_len < least_output:
+        parser.error(
+            f"--output-len must be at least {least_output}"
+            f"{' with --profile' if args.profile else ''}, got {args.output_len}"
+        )
     if max(args.batch_sizes) > args.max_num_seqs:
         parser.error(f"--batch-sizes must be at most --max-num-seqs, {args.max_num_seqs}")
     return args

@@ -17,11 +17,10 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
 NOTED_SPREAD = 0.05
 """A pass that took longer than the other by more than this share is mentioned."""
-
-
-Table = list[str]
 KERNELS_SHOWN = 6
 """Of a step: the rest takes a few per cent."""
+
+Table = list[str]
 
 
 def clients(result: dict) -> Table:

@@ -133,7 +133,7 @@ def compare_table(result: dict) -> list[str]:
         )
     lines = [f"{caption}.", "", f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
 
-    def add(title: str, cells: list[str], floor: str, key: str) -> None:
+    def add(title: str, cells: list[str], floor: str = "", key: str = "") -> None:
         shown = [ratios.get(pair, {}).get(key, {}).get("median") for pair in pairs]
         shown = ["" if ratio is None else f"{ratio:.2f}" for ratio in shown]
         limits = [floor] if floors else []
@@ -152,7 +152,7 @@ def compare_table(result: dict) -> list[str]:
             f"{step[0]:,.0f}; {100 * step[1]:.0f}%{' !' if step[2] else ''}" if step else ""
             for step in found
         ]
-        add(f"kernels of a step in one turn, batch {size}; GPU busy", cells, "", "")
+        add(f"kernels of a step in one turn, batch {size}; GPU busy", cells)
     for name in RATES:
         found = {engine: rates(result, engine, name) for engine in engines}
         for workload in dict.fromkeys(w for its in found.values() for w in its):
@@ -173,9 +173,9 @@ def pairs_tables(results: list[dict]) -> Iterator[list[str]]:
         lines = [
             f"{results[0]['model']}, {pair} in every pair of turns, sessions {', '.join(found)}, "
             "whose machines and versions may differ; over 1: the first is faster; `!`: two passes "
-            "were over 15% apart, no part of the median.",
+            "were over 15% apart.",
             "",
-            f"| {pair} | pairs | median |",
+            f"| {pair} | pairs | median of those without `!` |",
             "|---|---|---|",
         ]
         keys = {key for rows in found.values() for key in rows}
@@ -188,7 +188,8 @@ def pairs_tables(results: list[dict]) -> Iterator[list[str]]:
             good = [ratio for ratio, flagged in turns if not flagged]
             title = key.replace("decode, decode_steps_per_s at", "decode step,")
             title = title.replace("_tokens_per_s", " tokens/s")
-            lines.append(f"| {title} | {shown} | {f'{median(good):.3f}' if good else ''} |")
+            middle = f"{median(good):.3f} of {len(good)}" if good else ""
+            lines.append(f"| {title} | {shown} | {middle} |")
         yield lines
 
 

@@ -28,17 +28,22 @@ from hlo_bytes import kernel_bytes
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from jaxserve.bench.ceilings import copy_bandwidth
-from jaxserve.bench.device_events import step_kernels, step_totals
+from jaxserve.bench.device_events import StepKernel, step_totals
 from jaxserve.bench.engine import JaxserveEngine
 from jaxserve.bench.environment import describe
-from jaxserve.bench.offline import check_prompts_end, profiled_steps, short_output, time_steps
+from jaxserve.bench.offline import (
+    LEAST_PROFILED_OUTPUT,
+    count_prompt_steps,
+    profile_steps,
+    profiled_steps,
+    short_output,
+    time_steps,
+)
 from jaxserve.bench.shapes import SHAPES, write_shape
 from jaxserve.bench.thunks import count_launches, dump_options, every_thunk, read_thunks
 from jaxserve.bench.workloads import TokenRequest, make_requests
 from jaxserve.engine.programs import GPU_OPTIONS
 from jaxserve.model.config import ModelConfig
-
-_LEAST_OUTPUT = 32
 
 
 @dataclass(frozen=True)
@@ -75,26 +80,28 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="a file for the same as JSON")
     args = parser.parse_args()
-    if args.phase == "decode" and args.output_len < _LEAST_OUTPUT:
-        parser.error(f"--output-len must be at least {_LEAST_OUTPUT}, got {args.output_len}")
+    if args.phase == "decode" and args.output_len < LEAST_PROFILED_OUTPUT:
+        parser.error(
+            f"--output-len must be at least {LEAST_PROFILED_OUTPUT}, got {args.output_len}"
+        )
     return args
 
 
-def decode_phase(args: argparse.Namespace, vocab_size: int) -> Phase:
+def decode_phase(args: argparse.Namespace, vocab_size: int, budget: int) -> Phase:
     def requests(num_steps: int) -> list[TokenRequest]:
         lengths = [(args.input_len, num_steps)] * args.batch_size
         return make_requests(lengths, vocab_size, args.seed)
 
     short = short_output(args.output_len)
-    profiled = profiled_steps(short, args.output_len)
+    prompt_steps = count_prompt_steps(args.batch_size, args.input_len, args.output_len, budget)
     return Phase(
         "decode",
         requests,
         (short, args.output_len),
-        profiled,
+        profiled_steps(short, args.output_len, prompt_steps),
         short,
         args.batch_size,
-        args.batch_size * (args.input_len + sum(profiled) / 2),
+        args.batch_size * (args.input_len + (short + args.output_len) / 2),
     )
 
 
@@ -111,26 +118,19 @@ def prefill_phase(args: argparse.Namespace, vocab_size: int, num_tokens: int) ->
     return Phase("prefill", requests, (2, 10), (1, 5), 0, num_tokens, num_tokens)
 
 
-def profiled(engine: JaxserveEngine, phase: Phase) -> dict[str, tuple[float, float]]:
-    """Kernel or copy: how many a step, milliseconds a step."""
-    first, end = phase.profiled_steps
-    few, many = (engine.profile(phase.requests(n + phase.steps_after)) for n in (first, end))
-    return step_kernels(few, many, end - first, phase.steps_after)
-
-
 def model_bytes(model: ModelConfig, itemsize: int, phase: Phase) -> dict[str, float]:
     """Bytes that one run of our own kernels moves."""
     tokens = phase.num_tokens
     query = tokens * model.num_heads * model.head_dim
     key = tokens * model.num_kv_heads * model.head_dim
-    context = 2 * phase.context_tokens * model.num_kv_heads * model.head_dim
+    attention = 2 * query + 2 * phase.context_tokens * model.num_kv_heads * model.head_dim
     elements = {
         "_add_rms_norm": 4 * tokens * model.hidden_size,
         "_rms_norm": 2 * tokens * model.hidden_size,
         "_rope_and_write_kv": 2 * (query + 2 * key),
-        "_attend": 2 * query + context,
-        "paged_decode": 2 * query + context,
-        "paged_prefill": 2 * query + context,
+        "_attend": attention,
+        "paged_decode": attention,
+        "paged_prefill": attention,
     }
     return {name: size * itemsize for name, size in elements.items()}
 
@@ -166,14 +166,14 @@ def compiling_anew() -> Iterator[None]:
 
 
 def kernel_rows(
-    found: dict[str, tuple[float, float]],
+    found: dict[str, StepKernel],
     hlo: dict[str, int],
     model: dict[str, float],
     copy_bytes_per_s: float,
 ) -> list[dict[str, Any]]:
     """One for each name, the one that takes longest first."""
     rows = []
-    for name, (count, ms) in sorted(found.items(), key=lambda item: -item[1][1]):
+    for name, (count, ms) in sorted(found.items(), key=lambda item: -item[1].ms):
         source, size = None, None
         own = next((key for key in model if name.startswith(key)), None)
         if own is not None:
@@ -245,19 +245,14 @@ def main() -> None:
             **{name: getattr(args, name) for name in ("dtype", "max_num_seqs", "seed")},
         )
         model, config = engine.engine.model_config, engine.engine.scheduler_config
-        phase = (
-            decode_phase(args, model.vocab_size)
-            if args.phase == "decode"
-            else prefill_phase(args, model.vocab_size, config.max_num_batched_tokens)
-        )
-        if args.phase == "decode":
-            check_prompts_end(engine, args.batch_size, args.input_len, args.output_len)
+        make_phase = decode_phase if args.phase == "decode" else prefill_phase
+        phase = make_phase(args, model.vocab_size, config.max_num_batched_tokens)
         few, many = phase.timed_steps
         row, host_ms = time_steps(
             engine, phase.name, phase.requests(few), phase.requests(many), many - few,
             args.warm_up_s,
         )  # fmt: skip
-        found = profiled(engine, phase)
+        found = profile_steps(engine, phase.requests, phase.profiled_steps, phase.steps_after)
         hlo, launches = compiled_program(engine, phase)
         itemsize = engine.engine.dtype.itemsize
         rates = kernel_bytes(hlo), model_bytes(model, itemsize, phase), copy.value

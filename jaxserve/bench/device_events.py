@@ -18,38 +18,50 @@ def is_copy(name: str) -> bool:
     return name.lower().startswith(("memcpy", "memset"))
 
 
+class StepKernel(NamedTuple):
+    """Of one name, what a step has."""
+
+    count: float
+    ms: float
+    """Of all of them."""
+
+
 def step_kernels(
     few: Sequence[DeviceEvent], many: Sequence[DeviceEvent], num_steps: int, after: int
-) -> dict[str, tuple[float, float]]:
-    """By name, how many kernels and copies a step has and the milliseconds of all of them.
+) -> dict[str, StepKernel]:
+    """Kernels and copies of a step by name, from two runs of which one has more of these steps.
 
-    `few` and `many` are all events of two runs, in the order of their starts, of which the second
-    has `num_steps` steps more. What it has more is counted, and timed where it is: as many events,
-    up to `after` steps before the end, in which requests that began first are done already. A
-    difference of times would have the noise of the prompts, which take many times as long as a few
-    steps. What does not run in those steps is no part of them. ValueError if there are none.
+    `few` and `many` are all events of two runs, in the order of their starts, the second with
+    `num_steps` steps more. What it has more is counted, and timed where it is: as many events, up
+    to `after` steps of as many events each before the end, in which requests that began first may
+    be done already. A difference of times would have the noise of the prompts, which take many
+    times as long as a few steps. ValueError where those events are not what the second run has
+    more, but for as many as a step has: then other work than the steps differs.
     """
     num_events = len(many) - len(few)
     end = len(many) - round(num_events * after / num_steps)
-    if not 0 < num_events <= end:
-        raise ValueError(
-            f"profiles of {len(few)} and {len(many)} events cannot be {num_steps} steps apart, "
-            f"{after} before the end: one has lost events"
-        )
     counts = Counter(event.name for event in many)
     counts.subtract(event.name for event in few)
-    times_ns: dict[str, list[float]] = {}
-    for event in many[end - num_events : end]:
-        times_ns.setdefault(event.name, []).append(event.duration_ns)
+    window = many[max(end - num_events, 0) : max(end, 0)]
+    found = Counter(event.name for event in window)
+    odd = sum(abs(found[name] - count) for name, count in counts.items())
+    if num_events <= 0 or odd > num_events / num_steps:
+        raise ValueError(
+            f"profiles of {len(few)} and {len(many)} events are not {num_steps} steps apart: "
+            f"{odd} events are of other work"
+        )
+    times_ns = dict.fromkeys(found, 0.0)
+    for event in window:
+        times_ns[event.name] += event.duration_ns
     return {
-        name: (counts[name] / num_steps, counts[name] / num_steps * sum(ns) / len(ns) / 1e6)
-        for name, ns in times_ns.items()
-        if counts[name] > 0
+        name: StepKernel(count / num_steps, count / num_steps * times_ns[name] / found[name] / 1e6)
+        for name, count in counts.items()
+        if count > 0 and found[name]
     }
 
 
-def step_totals(found: Mapping[str, tuple[float, float]]) -> tuple[float, float, float]:
-    """(kernels, copies, milliseconds of both) of a step, from `step_kernels`."""
-    copies = sum(count for name, (count, _) in found.items() if is_copy(name))
-    kernels = sum(count for count, _ in found.values()) - copies
-    return kernels, copies, sum(ms for _, ms in found.values())
+def step_totals(kernels: Mapping[str, StepKernel]) -> tuple[float, float, float]:
+    """(kernels, copies, milliseconds of both) of a step."""
+    copies = sum(kernel.count for name, kernel in kernels.items() if is_copy(name))
+    both = sum(kernel.count for kernel in kernels.values())
+    return both - copies, copies, sum(kernel.ms for kernel in kernels.values())

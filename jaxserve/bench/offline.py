@@ -1,11 +1,12 @@
 """Throughput, prefill and decode steps of an engine in this process, whichever it is."""
 
 import math
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from jaxserve.bench.device_events import DeviceEvent, step_kernels, step_totals
+from jaxserve.bench.device_events import DeviceEvent, StepKernel, step_kernels, step_totals
 from jaxserve.bench.timing import Row, measure
 from jaxserve.bench.workloads import TokenRequest, make_requests
 
@@ -13,6 +14,8 @@ SHORT_OUTPUT = 64
 """Most output tokens of the shorter of a decode step's two runs, and of a warm-up's requests."""
 WARM_REQUESTS = 128
 """Most requests of a workload's warm-up."""
+LEAST_PROFILED_OUTPUT = 32
+"""Fewest output tokens of decode steps that are profiled."""
 _STEPS_PROFILED = 16
 """At most."""
 
@@ -85,11 +88,16 @@ def run_decode(
     `host_gap_ms` is how long the device may have waited for the launch of one, over all decode
     steps of these runs, where the engine tells. The context grows from `input_len` plus the short
     output to `input_len + output_len`. A profile is of the steps in the middle, whose contexts are
-    the mean of those that are timed. ValueError where the short output is done before all prompts
-    are, or where a profile has lost events.
+    the mean of those that are timed; a size whose profiles cannot be right has none, and a line on
+    stderr says why. ValueError where the short output is done before all prompts are, or too few
+    steps are left to profile.
     """
     short = short_output(output_len)
-    check_prompts_end(engine, max(batch_sizes), input_len, output_len)
+    profiled: dict[int, tuple[int, int]] = {}
+    for size in batch_sizes:
+        prompts = count_prompt_steps(size, input_len, output_len, engine.max_num_batched_tokens)
+        if profile:
+            profiled[size] = profiled_steps(short, output_len, prompts)
     rows: dict[int, Row] = {}
     kernels: dict[int, dict[str, float]] = {}
     gaps_ms: dict[int, float] = {}
@@ -103,12 +111,15 @@ def run_decode(
         )
         if gap_ms is not None:
             gaps_ms[batch_size] = gap_ms
-        if profile:
-            first, end = profiled_steps(short, output_len)
-            # Longer than that: those that began first leave their batch while the others go on.
-            found = [engine.profile(batch(num_tokens + short)) for num_tokens in (first, end)]
-            if None not in found:
-                stats = _per_step(step_kernels(*found, end - first, after=short))
+        if batch_size in profiled:
+            try:
+                found = profile_steps(engine, batch, profiled[batch_size], after=short)
+            except ValueError as error:
+                # What was timed is still good.
+                print(f"no profile of {batch_size} requests: {error}", file=sys.stderr)
+                found = None
+            if found is not None:
+                stats = _per_step(found)
                 stats["busy_share"] = round(stats["busy_ms"] / rows[batch_size].value, 3)
                 kernels[batch_size] = stats
     first = min(batch_sizes)
@@ -125,18 +136,18 @@ def run_decode(
     }
 
 
-def check_prompts_end(
-    engine: OfflineEngine, batch_size: int, input_len: int, output_len: int
-) -> None:
-    """ValueError where the short output is done before all prompts are."""
-    short, budget = short_output(output_len), engine.max_num_batched_tokens
-    prompt_steps = math.ceil(batch_size * input_len / budget) if budget else 0
+def count_prompt_steps(batch_size: int, input_len: int, output_len: int, budget: int | None) -> int:
+    """About as many as all prompts take, of `budget` tokens each. ValueError where the short output
+    is done before."""
+    short = short_output(output_len)
+    prompt_steps = math.ceil(batch_size * input_len / budget) if budget else 1
     if prompt_steps > short:
         raise ValueError(
             f"output_len must be longer, or max_num_batched_tokens more, than {output_len} and "
             f"{budget}: {batch_size} prompts of {input_len} tokens take {prompt_steps} steps, and "
             f"decode steps are told from those by what comes after {short} tokens"
         )
+    return prompt_steps
 
 
 def time_steps(
@@ -171,19 +182,38 @@ def short_output(output_len: int) -> int:
     return min(SHORT_OUTPUT, output_len // 4)
 
 
-def profiled_steps(short: int, output_len: int) -> tuple[int, int]:
-    """The middle of the steps `short` to `output_len`, with at least `short` steps after it."""
+def profiled_steps(short: int, output_len: int, prompt_steps: int) -> tuple[int, int]:
+    """The middle of the steps `short` to `output_len`: whole dispatches of 8, with at least `short`
+    steps after them. They are those of the average request, which begins when half of the prompts
+    are done. ValueError if none are left."""
+    if output_len < LEAST_PROFILED_OUTPUT:
+        raise ValueError(
+            f"output_len of a profile must be at least {LEAST_PROFILED_OUTPUT}, got {output_len}"
+        )
     middle = (short + output_len) // 2
-    half = min(_STEPS_PROFILED // 2, output_len - short - middle)
+    half = min(_STEPS_PROFILED // 2, (output_len - short - middle) // 4 * 4)
+    middle -= prompt_steps // 2
     return middle - half, middle + half
 
 
-def _per_step(found: dict[str, tuple[float, float]]) -> dict[str, float]:
+def profile_steps(
+    engine: OfflineEngine,
+    requests: Callable[[int], Sequence[TokenRequest]],
+    steps: tuple[int, int],
+    after: int,
+) -> dict[str, StepKernel] | None:
+    """Kernels of a step, from the steps between the two, in runs that go on for `after` more;
+    `requests` makes those of a run of so many. None where the engine or machine has no profiler."""
+    few, many = (engine.profile(requests(num_steps + after)) for num_steps in steps)
+    if few is None or many is None:
+        return None
+    return step_kernels(few, many, steps[1] - steps[0], after)
+
+
+def _per_step(found: dict[str, StepKernel]) -> dict[str, float]:
     """Of all kernels and copies of a step together."""
     kernels, copies, busy_ms = step_totals(found)
-    return {
-        "kernels": round(kernels, 1), "copies": round(copies, 1), "busy_ms": round(busy_ms, 4)
-    }  # fmt: skip
+    return {"kernels": round(kernels, 1), "copies": round(copies, 1), "busy_ms": round(busy_ms, 4)}
 
 
 def _timed(engine: OfflineEngine, requests: Sequence[TokenRequest], warm_up_s: float) -> Row:

@@ -100,8 +100,14 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _latency(args: argparse.Namespace) -> int:
-    if args.output_len < 8:
-        raise UsageError(f"--output-len must be at least 8, got {args.output_len}")
+    from jaxserve.bench.offline import LEAST_PROFILED_OUTPUT, run_decode
+
+    least_output = LEAST_PROFILED_OUTPUT if args.profile else 8
+    if args.output_len < least_output:
+        raise UsageError(
+            f"--output-len must be at least {least_output}"
+            f"{' with --profile' if args.profile else ''}, got {args.output_len}"
+        )
     need = {
         "max_model_len": args.input_len + args.output_len,
         "max_num_seqs": max(args.batch_sizes),
@@ -111,8 +117,6 @@ def _latency(args: argparse.Namespace) -> int:
             flag = "--" + name.replace("_", "-")
             raise UsageError(f"{flag} must be at least {least} for these requests, got {told}")
     with _engine(args, need, args.sampled) as (engine, record):
-        from jaxserve.bench.offline import run_decode
-
         result = run_decode(
             engine,
             args.batch_sizes,

@@ -168,10 +168,10 @@ def test_tables_of_pairs(script, result, monkeypatch, tmp_path):
         "qwen2.5-0.5b, jaxserve over vllm in every pair of turns, sessions s2, s1"
     ]
     assert parts[parts.index(heads[0]) + 1].splitlines() == [
-        "| jaxserve over vllm | pairs | median |",
+        "| jaxserve over vllm | pairs | median of those without `!` |",
         "|---|---|---|",
-        "| 8x8, output tokens/s | 3.000 !, 2.200 !, 3.000, 2.200, 9.000 !, 2.000 | 2.200 |",
-        "| decode step, batch 1 | 2.000, 3.000, 2.000, 3.000, 4.000, 5.000 | 3.000 |",
+        "| 8x8, output tokens/s | 3.000 !, 2.200 !, 3.000, 2.200, 9.000 !, 2.000 | 2.200 of 3 |",
+        "| decode step, batch 1 | 2.000, 3.000, 2.000, 3.000, 4.000, 5.000 | 3.000 of 6 |",
     ]
     assert "| 8x8, output tokens/s | 3.000 !, 2.200 ! |  |" in "\n".join(
         next(tool.pairs_tables([flagged]))

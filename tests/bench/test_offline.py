@@ -164,10 +164,12 @@ def test_decode_steps_are_told_from_prefill(engine):
 
 
 @pytest.mark.parametrize(
-    ("output_len", "lengths"), [(512, [344, 360]), (64, [48, 64]), (8, [6, 8])]
+    ("output_len", "budget", "lengths"),
+    [(512, None, [344, 360]), (512, 8, [340, 356]), (64, 8, [44, 60]), (40, None, [31, 39])],
 )
-def test_steps_are_profiled_where_contexts_are_the_mean(engine, output_len, lengths):
-    engine.max_num_batched_tokens = None
+def test_steps_are_profiled_where_contexts_are_the_mean(engine, output_len, budget, lengths):
+    """And for whole dispatches, of 8 steps each."""
+    engine.max_num_batched_tokens = budget
     profiled = []
     profile = engine.profile
 
@@ -179,6 +181,28 @@ def test_steps_are_profiled_where_contexts_are_the_mean(engine, output_len, leng
     result = run_decode(engine, [4], 16, output_len, 50, seed=0, warm_up_s=0, profile=True)
     assert profiled == lengths
     assert result["profiles"]["4"]["kernels"] == 30
+
+
+def test_too_short_for_a_profile(engine):
+    with pytest.raises(ValueError, match="output_len of a profile must be at least 32, got 31"):
+        run_decode(engine, [1], 16, 31, 50, seed=0, warm_up_s=0, profile=True)
+    assert not engine.calls
+
+
+def test_profiles_that_cannot_be_right_spoil_no_figure(engine, capsys):
+    profile = engine.profile
+
+    def other_prompts(requests):
+        extra = [("prompt", 1e3)] * (100 * engine.num_profiles * (len(requests) == 1))
+        return as_events(extra) + profile(requests)
+
+    engine.profile = other_prompts
+    result = run_decode(engine, [1, 4], 16, 512, 50, seed=0, warm_up_s=0, profile=True)
+    assert result["decode_step_ms"] == {"1": 1.1, "4": 1.4}
+    assert (list(result["profiles"]), result["kernels_per_step"]) == (["4"], None)
+    assert re.search(
+        r"no profile of 1 requests: .* are not 16 steps apart", capsys.readouterr().err
+    )
 
 
 def test_decode_steps_need_all_prompts_done(engine):
@@ -261,24 +285,38 @@ def test_each_kernel_counts_once():
 
 
 def test_kernels_of_a_step_are_timed_where_they_run():
-    prompt, ramp = [("matmul", 9e6), ("norm", 9e6)], [("matmul", 5e6), ("last", 5e6)] * 6
+    prompt, ramp = [("matmul", 9e6), ("norm", 9e6)], [("matmul", 5e6), ("norm", 5e6)] * 6
     step = [("matmul", 2e3), ("norm", 1e3), ("matmul", 4e3)]
     few = as_events([*prompt, *step * 3, *ramp])
     many = as_events([("matmul", 7e6), ("norm", 7e6), *step * 7, *ramp])
     # Not what comes before the steps, nor what comes after them.
-    assert step_kernels(few, many, 4, after=4) == {
-        "matmul": (2.0, pytest.approx(0.006)), "norm": (1.0, 0.001)
-    }  # fmt: skip
+    step_has = {"matmul": (2.0, pytest.approx(0.006)), "norm": (1.0, 0.001)}
+    assert step_kernels(few, many, 4, after=4) == step_has
     # Nor what every run ends with.
     ends = [as_events([*step * n, ("last", 5e6)]) for n in (3, 7)]
-    assert step_kernels(*ends, 4, after=0).keys() == {"matmul", "norm"}
+    assert step_kernels(*ends, 4, after=0).keys() == step_has.keys()
+    with pytest.raises(ValueError, match="29 and 17 events are not 4 steps apart"):
+        step_kernels(many[:29], few[:17], 4, after=4)
 
 
-@pytest.mark.parametrize(("num_few", "num_many", "after"), [(8, 8, 0), (9, 8, 0), (3, 8, 4)])
-def test_profiles_that_have_lost_events(num_few, num_many, after):
-    few, many = ([DeviceEvent("matmul", i, 1e3) for i in range(n)] for n in (num_few, num_many))
-    with pytest.raises(ValueError, match=r"cannot be 4 steps apart, \d before the end"):
-        step_kernels(few, many, 4, after)
+@pytest.mark.parametrize(
+    "few",
+    [
+        ["prompt"] * 9 + ["step"] * 40,  # no step more
+        ["prompt"] * 9 + ["step"] * 41,
+        ["prompt"] * 20 + ["step"] * 20,  # other prompts
+        ["step"],
+    ],
+)
+def test_profiles_that_are_not_some_steps_apart(few):
+    made = (
+        as_events([(name, 1e3) for name in names])
+        for names in (few, ["prompt"] * 9 + ["step"] * 40)
+    )
+    with pytest.raises(
+        ValueError, match=r"events are not 4 steps apart: \d+ events are of other work"
+    ):
+        step_kernels(*made, 4, after=4)
 
 
 def test_floors():
@@ -363,7 +401,7 @@ def test_latency_greedy_and_sampled(cli, monkeypatch, flags):
 
     monkeypatch.setattr("jaxserve.LLM", FakeLLM, raising=False)
     code, out, _ = cli("bench", "latency", "--shape", "tiny", "--batch-sizes", 2, "--input-len", 3,
-                       "--output-len", 16, "--warm-up-s", 0, *flags)  # fmt: skip
+                       "--output-len", 32, "--warm-up-s", 0, *flags)  # fmt: skip
     assert code == 0
     record = json.loads(out)
     assert record["sampled"] is bool(flags)
@@ -406,6 +444,10 @@ def test_a_start_that_fails_says_why(cli):
         (("latency", "--shape", "huge"), "invalid choice: 'huge'"),
         (("latency", "--shape", "tiny", "--batch-sizes", 0), "must be at least 1, got 0"),
         (("latency", "--shape", "tiny", "--output-len", 4), "--output-len must be at least 8"),
+        (
+            ("latency", "--shape", "tiny", "--output-len", 31, "--profile"),
+            "--output-len must be at least 32 with --profile, got 31",
+        ),
         (
             ("latency", "--shape", "tiny", "--batch-sizes", 1, 8, "--max-num-seqs", 2),
             "--max-num-seqs must be at least 8 for these requests, got 2",

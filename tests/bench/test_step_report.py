@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxserve.bench.device_events import DeviceEvent
+from jaxserve.bench.device_events import StepKernel
 
 HLO = """\
 HloModule jit_step, is_scheduled=true
@@ -69,7 +69,11 @@ def test_bytes_of_shapes(script, shape, size):
 
 
 def test_rows_have_bytes_only_where_they_are_known(script):
-    found = {"_attend": (24.0, 0.24), "nvjet_x": (48.0, 0.5), "loop_add": (1.0, 0.002)}
+    found = {
+        "_attend": StepKernel(24.0, 0.24),
+        "nvjet_x": StepKernel(48.0, 0.5),
+        "loop_add": StepKernel(1.0, 0.002),
+    }
     rows = script("tools", "step_report").kernel_rows(
         found, {"loop_add": 4e6}, {"_attend": 20e6}, 4e12
     )
@@ -81,34 +85,24 @@ def test_rows_have_bytes_only_where_they_are_known(script):
     ]
 
 
-def test_a_decode_steps_contexts_are_those_of_the_profile(script):
+def decode_phase(script, **fields):
     args = SimpleNamespace(input_len=512, output_len=512, batch_size=256, seed=0)
-    phase = script("tools", "step_report").decode_phase(args, vocab_size=50)
-    assert (phase.timed_steps, phase.profiled_steps) == ((64, 512), (280, 296))
-    assert phase.context_tokens == 256 * (512 + 288)
+    args.__dict__.update(fields)
+    return script("tools", "step_report").decode_phase(args, vocab_size=50, budget=8192)
+
+
+def test_a_decode_steps_contexts_are_those_of_the_profile(script):
+    phase = decode_phase(script)
+    # 16 steps of prompts: the average request is 8 steps ahead of the last.
+    assert (phase.timed_steps, phase.profiled_steps) == ((64, 512), (272, 288))
+    assert (phase.steps_after, phase.context_tokens) == (64, 256 * (512 + 288))
     assert len(phase.requests(280)) == phase.num_tokens == 256
-
-
-def test_a_profile_goes_on_until_all_have_left(script):
-    """Its steps are those in the middle, in which all requests are."""
-    tool = script("tools", "step_report")
-    args = SimpleNamespace(input_len=512, output_len=64, batch_size=2, seed=0)
-    asked = []
-
-    def profile(requests):
-        asked.append(requests[0].output_len)
-        names = ["prompt"] * 9 + ["_attend", "add"] * requests[0].output_len
-        return [DeviceEvent(name, i, 1e3 if i < 105 else 1e6) for i, name in enumerate(names)]
-
-    found = tool.profiled(SimpleNamespace(profile=profile), tool.decode_phase(args, vocab_size=50))
-    assert asked == [48, 64]
-    assert found == {"_attend": (1.0, 0.001), "add": (1.0, 0.001)}
+    with pytest.raises(ValueError, match="prompts of 512 tokens take 63 steps"):
+        decode_phase(script, batch_size=1000, output_len=128)
 
 
 def test_bytes_of_attention(script):
-    tool = script("tools", "step_report")
-    args = SimpleNamespace(input_len=512, output_len=512, batch_size=256, seed=0)
     model = SimpleNamespace(num_heads=32, num_kv_heads=8, head_dim=128, hidden_size=4096)
-    found = tool.model_bytes(model, 2, tool.decode_phase(args, vocab_size=50))
+    found = script("tools", "step_report").model_bytes(model, 2, decode_phase(script))
     context, rows = 256 * 800 * 2 * 8 * 128 * 2, 2 * 256 * 4096 * 2
     assert found["paged_decode"] == found["_attend"] == context + rows
