@@ -246,7 +246,10 @@ def main() -> None:
         )
         model, config = engine.engine.model_config, engine.engine.scheduler_config
         make_phase = decode_phase if args.phase == "decode" else prefill_phase
-        phase = make_phase(args, model.vocab_size, config.max_num_batched_tokens)
+        try:
+            phase = make_phase(args, model.vocab_size, config.max_num_batched_tokens)
+        except ValueError as error:
+            raise SystemExit(str(error)) from None
         few, many = phase.timed_steps
         row, host_ms = time_steps(
             engine, phase.name, phase.requests(few), phase.requests(many), many - few,

@@ -26,6 +26,10 @@ class StepKernel(NamedTuple):
     """Of all of them."""
 
 
+class ProfileError(Exception):
+    """Two profiles that are not the steps apart that they should be."""
+
+
 def step_kernels(
     few: Sequence[DeviceEvent], many: Sequence[DeviceEvent], num_steps: int, after: int
 ) -> dict[str, StepKernel]:
@@ -35,7 +39,7 @@ def step_kernels(
     `num_steps` steps more. What it has more is counted, and timed where it is: as many events, up
     to `after` steps of as many events each before the end, in which requests that began first may
     be done already. A difference of times would have the noise of the prompts, which take many
-    times as long as a few steps. ValueError where those events are not what the second run has
+    times as long as a few steps. ProfileError where those events are not what the second run has
     more, but for as many as a step has: then other work than the steps differs.
     """
     num_events = len(many) - len(few)
@@ -46,7 +50,7 @@ def step_kernels(
     found = Counter(event.name for event in window)
     odd = sum(abs(found[name] - count) for name, count in counts.items())
     if num_events <= 0 or odd > num_events / num_steps:
-        raise ValueError(
+        raise ProfileError(
             f"profiles of {len(few)} and {len(many)} events are not {num_steps} steps apart: "
             f"{odd} events are of other work"
         )

@@ -6,7 +6,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from jaxserve.bench.device_events import DeviceEvent, StepKernel, step_kernels, step_totals
+from jaxserve.bench.device_events import (
+    DeviceEvent,
+    ProfileError,
+    StepKernel,
+    step_kernels,
+    step_totals,
+)
 from jaxserve.bench.timing import Row, measure
 from jaxserve.bench.workloads import TokenRequest, make_requests
 
@@ -114,7 +120,7 @@ def run_decode(
         if batch_size in profiled:
             try:
                 found = profile_steps(engine, batch, profiled[batch_size], after=short)
-            except ValueError as error:
+            except ProfileError as error:
                 # What was timed is still good.
                 print(f"no profile of {batch_size} requests: {error}", file=sys.stderr)
                 found = None
@@ -203,7 +209,8 @@ def profile_steps(
     after: int,
 ) -> dict[str, StepKernel] | None:
     """Kernels of a step, from the steps between the two, in runs that go on for `after` more;
-    `requests` makes those of a run of so many. None where the engine or machine has no profiler."""
+    `requests` makes those of a run of so many. None where the engine or machine has no profiler.
+    ProfileError as by `step_kernels`."""
     few, many = (engine.profile(requests(num_steps + after)) for num_steps in steps)
     if few is None or many is None:
         return None

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxserve.bench import offline
-from jaxserve.bench.device_events import DeviceEvent, step_kernels
+from jaxserve.bench.device_events import DeviceEvent, ProfileError, step_kernels
 from jaxserve.bench.floors import (
     decode_floor_ms,
     kv_bytes_per_token,
@@ -295,7 +295,7 @@ def test_kernels_of_a_step_are_timed_where_they_run():
     # Nor what every run ends with.
     ends = [as_events([*step * n, ("last", 5e6)]) for n in (3, 7)]
     assert step_kernels(*ends, 4, after=0).keys() == step_has.keys()
-    with pytest.raises(ValueError, match="29 and 17 events are not 4 steps apart"):
+    with pytest.raises(ProfileError, match="29 and 17 events are not 4 steps apart"):
         step_kernels(many[:29], few[:17], 4, after=4)
 
 
@@ -314,7 +314,7 @@ def test_profiles_that_are_not_some_steps_apart(few):
         for names in (few, ["prompt"] * 9 + ["step"] * 40)
     )
     with pytest.raises(
-        ValueError, match=r"events are not 4 steps apart: \d+ events are of other work"
+        ProfileError, match=r"events are not 4 steps apart: \d+ events are of other work"
     ):
         step_kernels(*made, 4, after=4)
 
