@@ -57,6 +57,8 @@ def _add_rms_norm(
     column = tl.arange(0, D_PAD)
     mask = column < D
     place = tl.program_id(0).to(tl.int64) * D + column
+    # First, so that the norm need not wait for it after the sum.
+    scale = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
     left = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
     right = tl.load(delta + place, mask=mask, other=0.0).to(tl.float32)
     part = delta + place
@@ -65,7 +67,7 @@ def _add_rms_norm(
         right += tl.load(part, mask=mask, other=0.0).to(tl.float32)
     rounded = (left + right).to(total.dtype.element_ty)
     tl.store(total + place, rounded, mask=mask)
-    result = _normed(rounded.to(tl.float32), weight, EPS, D, D_PAD)
+    result = _normed(rounded.to(tl.float32), scale, EPS, D)
     tl.store(normed + place, result.to(normed.dtype.element_ty), mask=mask)
 
 
@@ -74,13 +76,12 @@ def _rms_norm(x, weight, normed, EPS: tl.constexpr, D: tl.constexpr, D_PAD: tl.c
     column = tl.arange(0, D_PAD)
     mask = column < D
     place = tl.program_id(0).to(tl.int64) * D + column
+    scale = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
     wide = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
-    result = _normed(wide, weight, EPS, D, D_PAD)
+    result = _normed(wide, scale, EPS, D)
     tl.store(normed + place, result.to(normed.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _normed(wide, weight, EPS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr):
-    column = tl.arange(0, D_PAD)
-    scale = tl.load(weight + column, mask=column < D, other=0.0).to(tl.float32)
+def _normed(wide, scale, EPS: tl.constexpr, D: tl.constexpr):
     return wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / D + EPS) * scale
