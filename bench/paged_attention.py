@@ -130,7 +130,7 @@ def make_inputs(work: Work) -> tuple[dict[str, jax.Array], list[jax.Array]]:
     starts = np.cumsum([0] + [count for count, _ in work.rows])
     arguments = {
         "q": normal(q_key, (work.num_tokens, work.num_heads, work.head_dim)),
-        "counters": jnp.zeros((work.num_tokens, work.num_kv_heads), jnp.int32),
+        "counters": jnp.zeros((work.num_tokens + 1, work.num_kv_heads), jnp.int32),
         "block_tables": jnp.asarray(tables),
         "query_starts": jnp.asarray(starts, jnp.int32),
         "context_lens": jnp.asarray([context for _, context in work.rows], jnp.int32),

@@ -38,7 +38,7 @@ class AttentionBatch(NamedTuple):
 def attend(
     q: Float[Array, "T N H"],
     kv_cache: Float[Array, "P K 2 S H"],
-    counters: Int32[Array, "T K"],
+    counters: Int32[Array, "T+1 K"],
     batch: AttentionBatch,
     *,
     scale: float,

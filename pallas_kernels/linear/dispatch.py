@@ -108,7 +108,7 @@ def linear_rope_and_write_kv(
     eps: float,
     impl: Impl,
 ) -> tuple[
-    Float[Array, "T K*G H"], Float[Array, "P K 2 S H"], Int32[Array, "T K"], Int32[Array, "C"]
+    Float[Array, "T K*G H"], Float[Array, "P K 2 S H"], Int32[Array, "T+1 K"], Int32[Array, "C"]
 ]:
     """`rope_and_write_kv` of `linear_parts`; and `arrived`.
 

@@ -29,7 +29,7 @@ def linear_rope_and_write_kv(
     eps: float,
     tiling: Tiling,
 ) -> tuple[
-    Float[Array, "1 K*G H"], Float[Array, "P K 2 S H"], Int32[Array, "1 K"], Int32[Array, "C"]
+    Float[Array, "1 K*G H"], Float[Array, "P K 2 S H"], Int32[Array, "2 K"], Int32[Array, "C"]
 ]:
     """A tile's rows are of one kv head."""
     num_kv_heads, group, head_dim, _ = weight.shape
@@ -52,7 +52,7 @@ def linear_rope_and_write_kv(
         kernel=_linear_rope_and_write_kv,
         out_type=(
             jax.ShapeDtypeStruct((1, num_kv_heads * group, head_dim), kv_cache.dtype),
-            jax.ShapeDtypeStruct((1, num_kv_heads), jnp.int32),
+            jax.ShapeDtypeStruct((2, num_kv_heads), jnp.int32),
             jax.ShapeDtypeStruct(
                 (tiling.splits, out_size),
                 jnp.float32 if tiling.splits > 1 else x.dtype,

@@ -12,7 +12,7 @@ from pallas_kernels.paged_attention import reference, tuning
 def paged_attention(
     q: Float[Array, "T N H"],
     kv_cache: Float[Array, "P K 2 S H"],
-    counters: Int32[Array, "T K"],
+    counters: Int32[Array, "T+1 K"],
     block_tables: Int32[Array, "B M"],
     query_starts: Int32[Array, "B+1"],
     context_lens: Int32[Array, "B"],
@@ -89,10 +89,10 @@ def _check(q, kv_cache, counters, sliding_window) -> None:
     if block_size < 8 or block_size & (block_size - 1):
         raise ValueError(f"block size {block_size} is not a power of two of at least 8")
     cache_shape = (num_blocks, num_kv_heads, 2, block_size, head_dim)
-    if kv_cache.shape != cache_shape or counters.shape != (num_tokens, num_kv_heads):
+    if kv_cache.shape != cache_shape or counters.shape != (num_tokens + 1, num_kv_heads):
         raise ValueError(
             f"shapes disagree: q {q.shape}, kv_cache {kv_cache.shape}, counters {counters.shape}; "
-            "expected (T, N, H), (P, K, 2, S, H), (T, K)"
+            "expected (T, N, H), (P, K, 2, S, H), (T + 1, K)"
         )
     if q.dtype != kv_cache.dtype or q.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(

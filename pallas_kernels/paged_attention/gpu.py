@@ -16,7 +16,7 @@ from pallas_kernels.paged_attention.tuning import Choice, MosaicTiling
 def paged_attention(
     q: Float[Array, "T N H"],
     kv_cache: Float[Array, "P K 2 S H"],
-    counters: Int32[Array, "T K"],
+    counters: Int32[Array, "T+1 K"],
     block_tables: Int32[Array, "B M"],
     query_starts: Int32[Array, "B+1"],
     context_lens: Int32[Array, "B"],

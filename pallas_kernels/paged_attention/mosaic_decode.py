@@ -1,11 +1,11 @@
 """Attention of decode rows over the paged cache in Mosaic GPU, for Hopper GPUs.
 
-A persistent grid: each block of threads works through its share of (piece of context, kv head), the
-longest pieces first. Of its two warpgroups one fetches, copying each cache block with the TMA unit,
-also for the pieces to come, and one computes. The few queries that share a kv head are the columns
-of the products and the keys their rows, so the tensor cores read keys and values where the TMA unit
-has put them, and nothing else of the GPU touches them: at a large batch it is energy that decode
-waits for.
+A persistent grid: each block of threads takes one (piece of context, kv head) after another, the
+longest pieces first. They are not dealt out, as memory serves some multiprocessors faster. Of the
+block's two warpgroups one fetches, copying each cache block with the TMA unit, also for the pieces
+to come, and one computes. The few queries that share a kv head are the columns of the products and
+the keys their rows, so the tensor cores read keys and values where the TMA unit has put them, and
+nothing else of the GPU touches them: at a large batch it is energy that decode waits for.
 
 A context may be cut into pieces; the last of them to finish merges their parts (flash-decoding, in
 one launch).
@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.paged_attention.mosaic_block import ThreadBlock, drain
-from pallas_kernels.paged_attention.mosaic_count import count
+from pallas_kernels.paged_attention.mosaic_count import count, take
 from pallas_kernels.paged_attention.tuning import MOSAIC_QUERIES, MosaicTiling
 
 _NUM_SMS = 132
@@ -43,7 +43,7 @@ def attend(
     block_tables: Int32[Array, "B M"],
     pieces: Int32[Array, "W 6"],
     num_pieces: Int32[Array, "1"],
-    counters: Int32[Array, "T K"],
+    counters: Int32[Array, "T+1 K"],
     *,
     scale: float,
     sliding_window: int | None,
@@ -77,9 +77,11 @@ def attend(
             plgpu.SMEM((_COLUMNS, tile_k), q.dtype, transforms=swizzled),
             plgpu.SMEM((_COLUMNS, head_dim), q.dtype),
             plgpu.SMEM((1,), jnp.int32),
+            plgpu.SMEM((2, 1), jnp.int32),
             kv_tiles,
             kv_tiles,
-            plgpu.Barrier(num_arrivals=1, num_barriers=2),
+            # The queries, and which item follows.
+            plgpu.Barrier(num_arrivals=2, num_barriers=2),
             plgpu.Barrier(num_arrivals=1, num_barriers=2),
             kv_ready,
             kv_ready,
@@ -122,14 +124,13 @@ class _Item:
 class _Block(ThreadBlock):
     """What one block of threads works with."""
 
-    Item = _Item
-
     heads: jax.Ref
     pages: jax.Ref
     tables: jax.Ref
     pieces: jax.Ref
     num_used: jax.Ref
     counters: jax.Ref
+    """[T + 1, K]: the pieces of a context that are done, and in the last row the items taken."""
     out: jax.Ref
     parts: jax.Ref
     """[W, K, H, columns]: sums of values by weight, of a piece that is not the only one."""
@@ -145,6 +146,9 @@ class _Block(ThreadBlock):
     out_smem: jax.Ref
     """[columns, H]"""
     arrived_smem: jax.Ref
+    taken_smem: jax.Ref
+    """[2, 1]: with this item's queries and the next's, the number taken for the item that
+    follows."""
     k_smem: jax.Ref
     v_smem: jax.Ref
     q_ready: jax.Ref
@@ -159,24 +163,37 @@ class _Block(ThreadBlock):
     def __post_init__(self):
         self.tile_k, self.num_stages = self.tiling.tile_k, self.tiling.num_stages
         _, self.num_kv_heads, self.head_dim, _ = self.parts.shape
-        self.group = self.heads.shape[0] // math.prod(self.counters.shape)
-        self.num_items = self.num_used[0] * self.num_kv_heads
+        num_tokens = self.counters.shape[0] - 1
+        self.group = self.heads.shape[0] // (num_tokens * self.num_kv_heads)
 
-    def load_item(self, i):
-        """The fields of this block's item i."""
-        item = jnp.minimum(self.place(i), self.num_items - 1)
+    def load_item(self, place):
+        """The fields of an item by its place among all, the longest first; past the last, of any
+        item."""
+        item = jnp.minimum(place, self.pieces.shape[0] * self.num_kv_heads - 1)
         index = lax.div(item, self.num_kv_heads)
         fields = (self.pieces[index, j] for j in range(6))
         return index, lax.rem(item, self.num_kv_heads), *fields
 
-    def for_each_item(self, body):
-        """done = body(i, item, done) over the block's items; done counts tiles of keys."""
-        num_items = self.num_own_items()
-        return lax.cond(
-            num_items > 0,
-            lambda: self.walk(self.load_item(0), num_items, body),
-            lambda: jnp.int32(0),
-        )
+    def for_each_item(self, taken, body):
+        """done = body(i, item, done) over the block's items; done counts tiles of keys. `taken(i)`,
+        called before, gives the number taken for the item after the i-th, but for i = 0. Returns
+        how many items there were, and done."""
+        block, num_blocks = lax.axis_index("block"), lax.axis_size("block")
+        num_items = self.num_used[0] * self.num_kv_heads
+
+        def step(carry):
+            i, _, fields, done = carry
+            # The first two are dealt, back and forth: where there are no more, nobody waits for
+            # the counter.
+            number = taken(i)
+            following = 2 * num_blocks + jnp.where(i > 0, number, -1 - block)
+            # Its loads are under way while this item is worked on.
+            following_fields = self.load_item(following)
+            return i + 1, following, following_fields, body(i, _Item(*fields), done)
+
+        carry = jnp.int32(0), block, self.load_item(block), jnp.int32(0)
+        i, _, _, done = lax.while_loop(lambda carry: carry[1] < num_items, step, carry)
+        return i, done
 
     def key_tiles(self, item):
         """First and end of the tiles of keys that hold the item's part of the span."""
@@ -197,9 +214,17 @@ class _Block(ThreadBlock):
         """Copy queries, keys and values of all items into shared memory, as room comes free."""
         block_size = self.pages.shape[1]
 
-        def fetch_item(i, item, done):
+        def taken(i):
             slot = lax.rem(i, 2)
             pl.when(i >= 2)(lambda: plgpu.barrier_wait(self.q_free.at[slot]))
+            counter = self.counters.at[self.counters.shape[0] - 1, 0]
+            return lax.cond(
+                i > 0, lambda: take(counter, self.taken_smem.at[slot]), lambda: jnp.int32(0)
+            )
+
+        def fetch_item(i, item, done):
+            slot = lax.rem(i, 2)
+            plgpu.barrier_arrive(self.q_ready.at[slot])
             first, _ = self.rows_of(item)
             plgpu.copy_gmem_to_smem(
                 self.heads.at[pl.ds(first, _COLUMNS)],
@@ -219,15 +244,19 @@ class _Block(ThreadBlock):
 
             return lax.fori_loop(*self.key_tiles(item), fetch_tile, done)
 
-        done = self.for_each_item(fetch_item)
-        drain(self.q_free, self.num_own_items())
+        num_own, done = self.for_each_item(taken, fetch_item)
+        drain(self.q_free, num_own)
         drain(self.kv_free, done)
 
     def compute(self):
+        def taken(i):
+            slot = lax.rem(i, 2)
+            plgpu.barrier_wait(self.q_ready.at[slot])
+            return self.taken_smem[slot, 0]
+
         def compute_item(i, item, done):
             slot = lax.rem(i, 2)
             first, last = self.key_tiles(item)
-            plgpu.barrier_wait(self.q_ready.at[slot])
             rows = self.rows_smem.at[slot].transpose((1, 0))
             self.q_smem.transpose((1, 0))[...] = plgpu.load(
                 rows, layout=plgpu.Layout.WGMMA, optimized=False
@@ -251,7 +280,7 @@ class _Block(ThreadBlock):
 
             return done + last - first
 
-        self.for_each_item(compute_item)
+        self.for_each_item(taken, compute_item)
 
     def attend_tiles(self, item, first, last, done):
         """(values by weight [H, columns], their peak [columns], the weights [tile_k, columns], to

@@ -109,8 +109,6 @@ class _Item:
 class _Block(ThreadBlock):
     """What one block of threads works with."""
 
-    Item = _Item
-
     q: jax.Ref
     pages: jax.Ref
     tables: jax.Ref
@@ -145,9 +143,27 @@ class _Block(ThreadBlock):
         tile = lax.div(item, self.num_heads)
         return lax.rem(item, self.num_heads), *(self.tiles[tile, j] for j in range(5))
 
+    def place(self, i):
+        """Where this block's item i stands among those of all blocks, the longest first."""
+        # Back and forth, so that no block always gets the longest item of a round.
+        block, num_blocks = lax.axis_index("block"), lax.axis_size("block")
+        return i * num_blocks + block + lax.rem(i, 2) * (num_blocks - 1 - 2 * block)
+
+    def num_own_items(self):
+        rounds = lax.div(self.num_items, lax.axis_size("block"))
+        return rounds + (self.place(rounds) < self.num_items).astype(jnp.int32)
+
     def for_each_item(self, body):
         """done = body(i, item, done) over the block's items; done counts tiles of keys."""
-        return self.walk(self.load_item(0), self.num_own_items(), body)
+
+        def step(i, carry):
+            done, fields = carry
+            # Its loads are under way while this item is worked on.
+            following = self.load_item(i + 1)
+            return body(i, _Item(*fields), done), following
+
+        first = (jnp.int32(0), self.load_item(0))
+        return lax.fori_loop(0, self.num_own_items(), step, first)[0]
 
     def key_tiles(self, item):
         """First and end of the tiles of keys that hold the item's span."""

@@ -23,7 +23,7 @@ def attend(
     kv_cache: Float[Array, "P K 2 S H"],
     block_tables: Int32[Array, "B M"],
     tiles: Int32[Array, "W 4"] | Int32[Array, "W 6"],
-    counters: Int32[Array, "T K"] | None,
+    counters: Int32[Array, "T+1 K"] | None,
     out: jax.Ref | jax.ShapeDtypeStruct,
     *,
     scale: float,

@@ -19,7 +19,7 @@ def rope_and_write_kv(
     *,
     eps: float,
     impl: Literal["reference", "triton"],
-) -> tuple[Float[Array, "T K*G H"], Float[Array, "P K 2 S H"], Int32[Array, "T K"]]:
+) -> tuple[Float[Array, "T K*G H"], Float[Array, "P K 2 S H"], Int32[Array, "T+1 K"]]:
     """Make q, k and v of their projection, and write k and v into the paged cache.
 
     The projection comes in parts that are yet to be added up, and without its bias. Of each kv

@@ -17,7 +17,7 @@ def rope_and_write_kv(
     kv_slots: Int32[Array, "T"],
     *,
     eps: float,
-) -> tuple[Float[Array, "T K*G H"], Float[Array, "P K 2 S H"], Int32[Array, "T K"]]:
+) -> tuple[Float[Array, "T K*G H"], Float[Array, "P K 2 S H"], Int32[Array, "T+1 K"]]:
     qkv = jnp.sum(qkv, axis=0).astype(kv_cache.dtype)
     if bias is not None:
         qkv = qkv + bias
@@ -27,7 +27,7 @@ def rope_and_write_kv(
     num_tokens, num_kv_heads, _, head_dim = qkv.shape
     q = _turn(q, cos, sin).reshape(num_tokens, -1, head_dim)
     written = _write_kv(_turn(k, cos, sin), v, kv_cache, kv_slots)
-    return q, written, jnp.zeros((num_tokens, num_kv_heads), jnp.int32)
+    return q, written, jnp.zeros((num_tokens + 1, num_kv_heads), jnp.int32)
 
 
 def _norm(x: Float[Array, "*n H"], weight: Float[Array, "H"], eps: float) -> jax.Array:

@@ -18,7 +18,7 @@ def rope_and_write_kv(
     kv_slots: Int32[Array, "T"],
     *,
     eps: float,
-) -> tuple[Float[Array, "T K*G H"], Float[Array, "P K 2 S H"], Int32[Array, "T K"]]:
+) -> tuple[Float[Array, "T K*G H"], Float[Array, "P K 2 S H"], Int32[Array, "T+1 K"]]:
     parts, num_tokens, num_kv_heads, group, head_dim = qkv.shape
     group -= 2
     heads = triton.next_power_of_2(group + 2)
@@ -37,7 +37,7 @@ def rope_and_write_kv(
         kernel=_rope_and_write_kv,
         out_type=(
             jax.ShapeDtypeStruct((num_tokens, num_kv_heads * group, head_dim), kv_cache.dtype),
-            jax.ShapeDtypeStruct((num_tokens, num_kv_heads), jnp.int32),
+            jax.ShapeDtypeStruct((num_tokens + 1, num_kv_heads), jnp.int32),
         ),
         grid=(num_tokens, num_kv_heads),
         num_warps=1 if heads * head_dim <= 512 else 4,
@@ -192,3 +192,4 @@ def turn_and_write(
     tl.store(cache + to_cache, turned_first, mask=is_kv & in_half)
     tl.store(cache + to_cache + HALF, turned_second, mask=is_kv & in_half)
     tl.store(counters + token * K + kv_head, 0)
+    tl.store(counters + num_tokens * K + kv_head, 0, mask=token == 0)

@@ -159,7 +159,7 @@ def _make_case(
     arrays = {
         "q": jnp.asarray(q, dtype),
         "kv_cache": jnp.asarray(cache, dtype),
-        "counters": jnp.zeros((num_tokens, num_kv_heads), jnp.int32),
+        "counters": jnp.zeros((num_tokens + 1, num_kv_heads), jnp.int32),
         "block_tables": ints(tables),
         "query_starts": ints(np.cumsum([0, *counts])),
         "context_lens": ints(contexts),
@@ -229,10 +229,11 @@ def mosaic_decode_interpreted(monkeypatch):
     Pallas' GPU interpreter."""
     from pallas_kernels.paged_attention import mosaic_decode
 
-    def count(counter, _):
-        before = counter[...]
-        counter[...] = before + 1
-        return before
+    # The interpreter runs one block of threads after another.
+    def count(counter, shared):
+        shared[0] = counter[...]
+        counter[...] = shared[0] + 1
+        return shared[0]
 
     def by_cut(cut):
         def attend(*arrays, counters, query_starts, context_lens, num_tokens, **options):
@@ -252,6 +253,7 @@ def mosaic_decode_interpreted(monkeypatch):
 
     monkeypatch.setattr(mosaic_decode, "_NUM_SMS", 1)
     monkeypatch.setattr(mosaic_decode, "count", count)
+    monkeypatch.setattr(mosaic_decode, "take", count)
     return by_cut
 
 

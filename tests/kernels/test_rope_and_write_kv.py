@@ -72,7 +72,7 @@ def check(results, arguments):
     expected_q, expected_cache = expected_from(arguments)
     dtype = arguments["kv_cache"].dtype
     assert q.dtype == cache.dtype == dtype
-    np.testing.assert_array_equal(counters, np.zeros((NUM_TOKENS, cache.shape[1]), np.int32))
+    np.testing.assert_array_equal(counters, np.zeros((NUM_TOKENS + 1, cache.shape[1]), np.int32))
     assert counters.dtype == np.int32
 
     owned = np.asarray(arguments["kv_slots"])[: NUM_TOKENS - NUM_PADDING]
