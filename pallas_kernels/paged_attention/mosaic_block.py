@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
 class ThreadBlock:
-    """A block of threads of a persistent grid, whose axis is "block"."""
+    """A block of threads of a persistent grid."""
 
     pages: jax.Ref
     """[P * K * 2, S, H]: for each cache block and kv head its keys, then its values."""

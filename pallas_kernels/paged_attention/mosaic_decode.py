@@ -1,11 +1,12 @@
 """Attention of decode rows over the paged cache in Mosaic GPU, for Hopper GPUs.
 
 A persistent grid: each block of threads takes one (piece of context, kv head) after another, the
-longest pieces first. They are not dealt out, as memory serves some multiprocessors faster. Of the
-block's two warpgroups one fetches, copying each cache block with the TMA unit, also for the pieces
-to come, and one computes. The few queries that share a kv head are the columns of the products and
-the keys their rows, so the tensor cores read keys and values where the TMA unit has put them, and
-nothing else of the GPU touches them: at a large batch it is energy that decode waits for.
+longest pieces first. From a block's third on they are not dealt out, as memory serves some
+multiprocessors faster. Of a block's two warpgroups one fetches, copying each cache block with the
+TMA unit, also for the pieces to come, and one computes. The few queries that share a kv head are
+the columns of the products and the keys their rows, so the tensor cores read keys and values where
+the TMA unit has put them, and nothing else of the GPU touches them: at a large batch it is energy
+that decode waits for.
 
 A context may be cut into pieces; the last of them to finish merges their parts (flash-decoding, in
 one launch).
@@ -147,8 +148,7 @@ class _Block(ThreadBlock):
     """[columns, H]"""
     arrived_smem: jax.Ref
     taken_smem: jax.Ref
-    """[2, 1]: with this item's queries and the next's, the number taken for the item that
-    follows."""
+    """[2, 1]: in the slot of an item's queries, the number taken for the item after it."""
     k_smem: jax.Ref
     v_smem: jax.Ref
     q_ready: jax.Ref
@@ -167,8 +167,8 @@ class _Block(ThreadBlock):
         self.group = self.heads.shape[0] // (num_tokens * self.num_kv_heads)
 
     def load_item(self, place):
-        """The fields of an item by its place among all, the longest first; past the last, of any
-        item."""
+        """The fields of an item by its place among all, the longest first; past the last, some that
+        nobody uses."""
         item = jnp.minimum(place, self.pieces.shape[0] * self.num_kv_heads - 1)
         index = lax.div(item, self.num_kv_heads)
         fields = (self.pieces[index, j] for j in range(6))
@@ -176,15 +176,15 @@ class _Block(ThreadBlock):
 
     def for_each_item(self, taken, body):
         """done = body(i, item, done) over the block's items; done counts tiles of keys. `taken(i)`,
-        called before, gives the number taken for the item after the i-th, but for i = 0. Returns
-        how many items there were, and done."""
+        called before the i-th, gives the number taken for the item after it; for i = 0 anything.
+        Returns how many items there were, and done."""
         block, num_blocks = lax.axis_index("block"), lax.axis_size("block")
         num_items = self.num_used[0] * self.num_kv_heads
 
         def step(carry):
             i, _, fields, done = carry
-            # The first two are dealt, back and forth: where there are no more, nobody waits for
-            # the counter.
+            # The first two are dealt, back and forth, so that the first copies do not wait for the
+            # counter.
             number = taken(i)
             following = 2 * num_blocks + jnp.where(i > 0, number, -1 - block)
             # Its loads are under way while this item is worked on.
@@ -224,6 +224,7 @@ class _Block(ThreadBlock):
 
         def fetch_item(i, item, done):
             slot = lax.rem(i, 2)
+            # After what was taken is in shared memory: who waits for the queries sees it.
             plgpu.barrier_arrive(self.q_ready.at[slot])
             first, _ = self.rows_of(item)
             plgpu.copy_gmem_to_smem(

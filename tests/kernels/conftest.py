@@ -229,11 +229,17 @@ def mosaic_decode_interpreted(monkeypatch):
     Pallas' GPU interpreter."""
     from pallas_kernels.paged_attention import mosaic_decode
 
+    counted = []
+
     # The interpreter runs one block of threads after another.
-    def count(counter, shared):
+    def take(counter, shared):
         shared[0] = counter[...]
         counter[...] = shared[0] + 1
         return shared[0]
+
+    def count(counter, shared):
+        jax.debug.callback(lambda: counted.append(1))
+        return take(counter, shared)
 
     def by_cut(cut):
         def attend(*arrays, counters, query_starts, context_lens, num_tokens, **options):
@@ -245,15 +251,21 @@ def mosaic_decode_interpreted(monkeypatch):
             pieces = context_pieces(tiles, cut, tile_k=64, sliding_window=window)
             num_pieces = jnp.sum(pieces[:, 2:3] > 0, axis=0, dtype=jnp.int32)
             tiling = MosaicTiling(64, 3)
-            return mosaic_decode.attend(
+            counted.clear()
+            out = mosaic_decode.attend(
                 *arrays, pieces, num_pieces, counters, tiling=tiling, **options
             )
+            jax.effects_barrier()
+            in_pieces = (pieces[:, 2] > 0) & (pieces[:, 5] > 1)
+            # Twice the same piece: the result would be right, but on a GPU merged too early.
+            assert len(counted) == in_pieces.sum() * counters.shape[1]
+            return out
 
         return _mosaic_interpreted(monkeypatch, attend)
 
     monkeypatch.setattr(mosaic_decode, "_NUM_SMS", 1)
     monkeypatch.setattr(mosaic_decode, "count", count)
-    monkeypatch.setattr(mosaic_decode, "take", count)
+    monkeypatch.setattr(mosaic_decode, "take", take)
     return by_cut
 
 

@@ -177,7 +177,7 @@ def test_wrong_code_fails_the_check(make_case, dtype):
         ({"q": jnp.zeros((4, 4, 24))}, "head_dim 24 is not a multiple of 16"),
         ({"kv_cache": jnp.zeros((9, 2, 2, 12, 16))}, "block size 12"),
         ({"kv_cache": jnp.zeros((9, 1, 2, 16, 16))}, "shapes disagree"),
-        ({"counters": jnp.zeros((4, 1), jnp.int32)}, "shapes disagree"),
+        ({"counters": jnp.zeros((4, 2), jnp.int32)}, "shapes disagree"),
         ({"q": jnp.zeros((4, 4, 16), jnp.bfloat16)}, "must share dtype"),
         ({"sliding_window": 0}, "sliding_window 0 must be at least 1"),
         ({"impl": "fast"}, "impl='fast' is unknown: choose 'reference', 'triton' or 'mosaic'"),
