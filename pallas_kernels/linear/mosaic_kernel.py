@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float
 
 from pallas_kernels.linear.tuning import MOSAIC_TILE_IN, MosaicTiling
+from pallas_kernels.mosaic_warp import in_one_warp
 
 _COMPUTE_WGS = 2
 # One block of threads for each multiprocessor of an H100 or H200.
@@ -186,38 +187,42 @@ class _Block:
         def _tile(i):
             split, token, row = self.tiles.place(i)
 
-            @pl.loop(0, self.num_steps)
-            def _step(k):
-                step = i * self.num_steps + k
-                slot = self.slot(step)
-                ready = self.ready.at[slot]
-                first = (split * self.num_steps + k) * MOSAIC_TILE_IN
-                columns = pl.ds(pl.multiple_of(first, MOSAIC_TILE_IN), MOSAIC_TILE_IN)
+            @in_one_warp
+            def _():
+                @pl.loop(0, self.num_steps)
+                def _step(k):
+                    step = i * self.num_steps + k
+                    slot = self.slot(step)
+                    ready = self.ready.at[slot]
+                    columns = pl.ds((split * self.num_steps + k) * MOSAIC_TILE_IN, MOSAIC_TILE_IN)
 
-                @pl.when(step >= self.tiling.num_stages)
-                def _():
-                    plgpu.barrier_wait(self.free.at[slot])
+                    @pl.when(step >= self.tiling.num_stages)
+                    def _():
+                        plgpu.barrier_wait(self.free.at[slot])
 
-                # Past the last token or row a copy in gives zeros, and one out is cut off. Past the
-                # last gate row there are up rows: what they make is cut off, too.
-                plgpu.copy_gmem_to_smem(
-                    self.x.at[pl.ds(token, tile_tokens), columns],
-                    self.x_smem.at[slot],
-                    ready,
-                    **share_tokens,
-                )
-                for half in range(2 if self.gated else 1):
+                    # Past the last token or row a copy in gives zeros, and one out is cut off. Past
+                    # the last gate row there are up rows: what they make is cut off, too.
                     plgpu.copy_gmem_to_smem(
-                        self.weight.at[pl.ds(half * self.tiles.out_size + row, tile_out), columns],
-                        self.weight_smem.at[slot, pl.ds(half * tile_out, tile_out)],
+                        self.x.at[pl.ds(token, tile_tokens), columns],
+                        self.x_smem.at[slot],
                         ready,
-                        **share_rows,
+                        **share_tokens,
                     )
+                    for half in range(2 if self.gated else 1):
+                        rows = pl.ds(half * self.tiles.out_size + row, tile_out)
+                        plgpu.copy_gmem_to_smem(
+                            self.weight.at[rows, columns],
+                            self.weight_smem.at[slot, pl.ds(half * tile_out, tile_out)],
+                            ready,
+                            **share_rows,
+                        )
 
-        # A barrier may not go away with an arrival that nobody saw.
-        for slot in range(self.tiling.num_stages):
-            used = self.tiles.num_own() * self.num_steps > slot
-            pl.when(used)(functools.partial(plgpu.barrier_wait, self.free.at[slot]))
+        @in_one_warp
+        def _():
+            # A barrier may not go away with an arrival that nobody saw.
+            for slot in range(self.tiling.num_stages):
+                used = self.tiles.num_own() * self.num_steps > slot
+                pl.when(used)(functools.partial(plgpu.barrier_wait, self.free.at[slot]))
 
     def compute(self, wg):
         plgpu.set_max_registers(232, action="increase")

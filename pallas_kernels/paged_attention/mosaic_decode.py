@@ -13,6 +13,7 @@ one launch).
 """
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -22,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.mosaic_warp import in_one_warp
 from pallas_kernels.paged_attention.mosaic_block import ThreadBlock, drain
 from pallas_kernels.paged_attention.mosaic_count import count, take
 from pallas_kernels.paged_attention.tuning import MOSAIC_QUERIES, MosaicTiling
@@ -234,20 +236,25 @@ class _Block(ThreadBlock):
             )
             lowest = lax.div(item.begin(self.sliding_window), block_size)
             highest = lax.div(item.end - 1, block_size)
+            first, last = self.key_tiles(item)
 
-            def fetch_tile(j, done):
-                slot = lax.rem(done, self.num_stages)
-                blocks = self.cache_blocks(item.row, j, lowest, highest)
-                pl.when(done >= self.num_stages)(lambda: plgpu.barrier_wait(self.kv_free.at[slot]))
-                self.copy_keys(blocks, item.head, slot)
-                self.copy_values(blocks, item.head, slot)
-                return done + 1
+            @in_one_warp
+            def _():
+                @pl.loop(first, last)
+                def _(j):
+                    use = done + j - first
+                    slot = lax.rem(use, self.num_stages)
+                    blocks = self.cache_blocks(item.row, j, lowest, highest)
+                    await_room = functools.partial(plgpu.barrier_wait, self.kv_free.at[slot])
+                    pl.when(use >= self.num_stages)(await_room)
+                    self.copy_keys(blocks, item.head, slot)
+                    self.copy_values(blocks, item.head, slot)
 
-            return lax.fori_loop(*self.key_tiles(item), fetch_tile, done)
+            return done + last - first
 
         num_own, done = self.for_each_item(taken, fetch_item)
         drain(self.q_free, num_own)
-        drain(self.kv_free, done)
+        in_one_warp(functools.partial(drain, self.kv_free, done))
 
     def compute(self):
         def taken(i):

@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.mosaic_warp import in_one_warp
 from pallas_kernels.paged_attention.mosaic_block import ThreadBlock, drain
 from pallas_kernels.paged_attention.tuning import MosaicTiling
 
@@ -195,21 +196,27 @@ class _Block(ThreadBlock):
             lowest, highest = lax.div(begin, block_size), lax.div(end - 1, block_size)
             kv_head = lax.div(item.head, group)
 
-            def fetch_tile(j, done):
-                slot = lax.rem(done, self.num_stages)
-                blocks = self.cache_blocks(item.row, j, lowest, highest)
-                pl.when(done >= self.num_stages)(lambda: plgpu.barrier_wait(self.k_free.at[slot]))
-                self.copy_keys(blocks, kv_head, slot)
-                pl.when(done >= self.num_stages)(lambda: plgpu.barrier_wait(self.v_free.at[slot]))
-                self.copy_values(blocks, kv_head, slot)
-                return done + 1
+            first, last = self.key_tiles(item)
 
-            return lax.fori_loop(*self.key_tiles(item), fetch_tile, done)
+            @in_one_warp
+            def _():
+                @pl.loop(first, last)
+                def _(j):
+                    use = done + j - first
+                    slot = lax.rem(use, self.num_stages)
+                    blocks = self.cache_blocks(item.row, j, lowest, highest)
+                    used = use >= self.num_stages
+                    pl.when(used)(lambda: plgpu.barrier_wait(self.k_free.at[slot]))
+                    self.copy_keys(blocks, kv_head, slot)
+                    pl.when(used)(lambda: plgpu.barrier_wait(self.v_free.at[slot]))
+                    self.copy_values(blocks, kv_head, slot)
+
+            return done + last - first
 
         done = self.for_each_item(fetch_item)
         drain(self.q_free, self.num_own_items())
-        drain(self.k_free, done)
-        drain(self.v_free, done)
+        in_one_warp(functools.partial(drain, self.k_free, done))
+        in_one_warp(functools.partial(drain, self.v_free, done))
 
     def compute(self, wg):
         plgpu.set_max_registers(232, action="increase")
