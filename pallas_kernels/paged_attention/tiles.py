@@ -64,11 +64,10 @@ def context_pieces(
     # Rounding up adds less than a piece to each context, so all together have fewer than contexts
     # plus shares.
     num_contexts = jnp.sum(steps > 0, dtype=jnp.int32)
-    num_shares = jnp.where(
-        num_contexts < cut.few_rows,
-        cut.few_shares,
-        jnp.maximum(lax.div(num_contexts * cut.shares_per_4_rows, 4), 1),
-    )
+    by_rows = jnp.maximum(lax.div(num_contexts * cut.shares_per_4_rows, 4), 1)
+    if cut.most_shares is not None:
+        by_rows = jnp.minimum(by_rows, cut.most_shares)
+    num_shares = jnp.where(num_contexts < cut.few_rows, cut.few_shares, by_rows)
     share = jnp.maximum(lax.div(jnp.sum(steps) + (num_shares - 1), num_shares), 1)
     num_pieces = jnp.maximum(lax.div(steps + (share - 1), share), used)
 

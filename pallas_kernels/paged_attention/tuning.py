@@ -19,6 +19,8 @@ _KV_TILE_BYTES = 16 * 1024
 _FULL_PROGRAMS = 128
 _CUT_PROGRAMS = 256
 _SHARES_PER_4_ROWS = 3
+_MOSAIC_BLOCKS = 264
+"""Of threads, that take the pieces of `mosaic_decode` on an H100 or H200 (heads of 128)."""
 MOSAIC_HEAD_DIMS = (64, 128)
 MOSAIC_DECODE_TILE = 64
 """Keys of one step of `mosaic_decode`: the rows of a product."""
@@ -56,10 +58,13 @@ class ContextCut:
     """The shares of fewer rows."""
     shares_per_4_rows: int = _SHARES_PER_4_ROWS
     """With 4 or more, even contexts of one length are cut."""
+    most_shares: int | None = None
+    """However many the rows."""
 
     def max_shares(self, max_rows: int) -> int:
         """The most shares that up to `max_rows` rows have."""
-        return max(self.few_shares, max_rows * self.shares_per_4_rows // 4)
+        by_rows = max_rows * self.shares_per_4_rows // 4
+        return max(self.few_shares, min(by_rows, self.most_shares or by_rows))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,14 +119,16 @@ def choose(impl: str, compute_capability: str, shape: Shape) -> Choice:
     most_rows = 32 if shape.dtype == "float32" else 128
     tile_rows = max(min(2 * _KV_TILE_BYTES // row_bytes, most_rows), group, 16)
     prefill = TritonTiling(tile_rows, tile_k, num_warps=4 if tile_rows < 64 else 8, num_stages=2)
-    return Choice(
-        cut_of("decode", TritonTiling(max(group, 16), tile_k, num_warps=4, num_stages=3)),
-        cut_of("prefill", prefill),
-        ContextCut(
-            few_rows=-(-_FULL_PROGRAMS // shape.num_kv_heads),
-            few_shares=max(_CUT_PROGRAMS // shape.num_kv_heads, 1),
-        ),
+    decode = cut_of("decode", TritonTiling(max(group, 16), tile_k, num_warps=4, num_stages=3))
+    # Mosaic's blocks take the longest piece that is left, one after another: what is longer than a
+    # block's share of all is cut, and nothing else need be.
+    block_shares = max(_MOSAIC_BLOCKS // shape.num_kv_heads, 1)
+    cut = ContextCut(
+        few_rows=-(-_FULL_PROGRAMS // shape.num_kv_heads),
+        few_shares=max(_CUT_PROGRAMS // shape.num_kv_heads, 1),
+        most_shares=block_shares if isinstance(decode, MosaicTiling) else None,
     )
+    return Choice(decode, cut_of("prefill", prefill), cut)
 
 
 def fits_mosaic(rows: str, shape: Shape) -> bool:
@@ -130,18 +137,18 @@ def fits_mosaic(rows: str, shape: Shape) -> bool:
         return False
     if rows == "prefill":
         return shape.num_tokens >= 64 and shape.num_tokens % 8 == 0 and shape.block_size <= 128
-    # Each program that has it takes a second longer to compile: those of decode rows alone.
-    only_decode = shape.num_tokens <= shape.num_rows
     group = shape.num_heads // shape.num_kv_heads
     fits = group <= MOSAIC_QUERIES <= shape.num_tokens * shape.num_heads
-    return only_decode and fits and shape.block_size <= MOSAIC_DECODE_TILE
+    return fits and shape.block_size <= MOSAIC_DECODE_TILE
 
 
 def _tuned(compute_capability: str, rows: str, kernel: str, shape: Shape) -> dict[str, int]:
     if kernel == "mosaic" and not fits_mosaic(rows, shape):
         return {}
     wanted = (compute_capability, rows, kernel, shape.dtype, shape.head_dim)
-    work = shape.num_tokens * shape.num_kv_heads
+    # In a step with prompts up to all rows may decode.
+    most = min(shape.num_tokens, shape.num_rows) if rows == "decode" else shape.num_tokens
+    work = most * shape.num_kv_heads
     entries = [
         entry
         for entry in _table()

@@ -112,9 +112,10 @@ def test_pieces_hold_each_step_once():
     rng = np.random.default_rng(5)
     make = jax.jit(context_pieces, static_argnames=("cut", "tile_k", "sliding_window"))
     for trial in range(60):
-        cut = [ContextCut(8, 16), ContextCut(64, 7), ContextCut(4, 4, 2), ContextCut(0, 1, 4)][
-            trial % 4
-        ]
+        cut = [
+            ContextCut(8, 16), ContextCut(64, 7), ContextCut(4, 4, 2), ContextCut(0, 1, 4),
+            ContextCut(2, 3, most_shares=4),
+        ][trial % 5]  # fmt: skip
         num_tiles, num_unused = 24, int(rng.integers(0, 20))
         contexts = np.exp(rng.normal(4, 2, num_tiles - num_unused)).astype(int)
         window = [None, 50, 64][trial % 3]
@@ -128,6 +129,7 @@ def test_pieces_hold_each_step_once():
         steps = [-(-n // 32) - begin for n, begin in zip(contexts, begins, strict=True)]
         num_rows = sum(n > 0 for n in steps)
         num_shares = max(num_rows * cut.shares_per_4_rows // 4, 1)
+        num_shares = min(num_shares, cut.most_shares or num_shares)
         num_shares = cut.few_shares if num_rows < cut.few_rows else num_shares
         share = max(-(-sum(steps) // num_shares), 1)
         lengths, i = [], 0
@@ -147,8 +149,10 @@ def test_pieces_hold_each_step_once():
 
 
 def test_which_contexts_are_cut():
-    """Equal ones only where they are few; else the long ones, be the batch full or half empty."""
-    cut = tuning.choose("triton", "9.0", tuning.Shape(64, 64, 32, 8, 128, 16, 256, "bfloat16")).cut
+    """Equal ones only where they are few; else the long ones, be the batch full or half empty. With
+    Mosaic those that are longer than what each block of threads has to do."""
+    shape = tuning.Shape(64, 64, 32, 8, 128, 16, 256, "bfloat16")
+    cut = tuning.choose("triton", "9.0", shape).cut
 
     def num_pieces(contexts):
         tiles = decode_tiles(contexts, 64 - len(contexts))
@@ -168,6 +172,10 @@ def test_which_contexts_are_cut():
     assert num_pieces([64]) == [1]
     assert num_pieces([2048] * 8) == [4] * 8
     assert num_pieces([256] * 7 + [2048]) == [2] * 7 + [16]
+
+    cut = tuning.choose("mosaic", "9.0", shape).cut
+    for rows, pieces in ((16, 4), (40, 5), (64, 4)):
+        assert num_pieces([512] * (rows - 1) + [4096]) == [1] * (rows - 1) + [pieces]
 
 
 @pytest.mark.parametrize("window", [None, 20])
@@ -254,13 +262,16 @@ def test_aligned_tiles_hold_each_query_once():
 
 def test_choices_for_decode():
     shape = tuning.Shape(64, 64, 32, 8, 128, 16, 32, "bfloat16")
-    assert isinstance(tuning.choose("mosaic", "9.0", shape).decode, MosaicTiling)
+    for change in ({}, {"num_tokens": 2048}, {"num_tokens": 32}, {"num_rows": 32}):
+        choice = tuning.choose("mosaic", "9.0", dataclasses.replace(shape, **change))
+        assert isinstance(choice.decode, MosaicTiling)
     for impl, capability, change in [
         ("triton", "9.0", {}),
         ("mosaic", "8.9", {}),
         ("mosaic", "9.0", {"dtype": "float32"}),
         ("mosaic", "9.0", {"head_dim": 80}),
-        ("mosaic", "9.0", {"num_tokens": 72}),
+        ("mosaic", "9.0", {"num_tokens": 31}),
+        ("mosaic", "9.0", {"num_rows": 31}),
         ("mosaic", "9.0", {"block_size": 128}),
         ("mosaic", "9.0", {"num_heads": 9 * 8}),
         ("mosaic", "9.0", {"num_heads": 4, "num_kv_heads": 1, "num_tokens": 1, "num_rows": 1}),
