@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -25,27 +26,44 @@ class ThreadBlock:
     num_kv_heads: int
     tile_k: int
 
-    def cache_blocks(self, row, j, lowest, highest):
-        """The cache blocks of a row's tile j of keys: those at places `lowest` to `highest` of its
-        block table, which hold what the item's queries see."""
-        tile_blocks = self.tile_k // self.pages.shape[1]
-        # Only blocks of the span: the table's other entries may be anything.
-        places = [jnp.clip(j * tile_blocks + n, lowest, highest) for n in range(tile_blocks)]
-        return [self.tables[row, place] for place in places]
-
-    def copy_keys(self, cache_blocks, kv_head, slot):
-        """Have the TMA unit copy a tile of keys into a slot of shared memory."""
-        self._copy(cache_blocks, kv_head, 0, self.k_smem, self.k_ready, slot)
-
-    def copy_values(self, cache_blocks, kv_head, slot):
-        self._copy(cache_blocks, kv_head, 1, self.v_smem, self.v_ready, slot)
-
-    def _copy(self, cache_blocks, kv_head, half, smem, ready, slot):
+    def tile_copies(self, row, kv_head, j, lowest, highest, slot):
+        """(copy_keys, copy_values) of a row's tile j into a slot of shared memory: each copies the
+        cache blocks at places `lowest` to `highest` of the row's block table, which hold what the
+        item's queries see. In place of others the slot keeps what it had.
+        """
         block_size = self.pages.shape[1]
-        for n, block in enumerate(cache_blocks):
-            page = (block * self.num_kv_heads + kv_head) * 2 + half
-            rows = pl.ds(n * block_size, block_size)
-            plgpu.copy_gmem_to_smem(self.pages.at[page], smem.at[slot, rows], ready.at[slot])
+        tile_blocks = self.tile_k // block_size
+        places = [j * tile_blocks + n for n in range(tile_blocks)]
+        # The table's other entries may be anything.
+        blocks = [self.tables[row, jnp.clip(place, lowest, highest)] for place in places]
+
+        def copy(half, smem, ready):
+            pages = [(block * self.num_kv_heads + kv_head) * 2 + half for block in blocks]
+            copies = [
+                functools.partial(
+                    plgpu.copy_gmem_to_smem,
+                    self.pages.at[page],
+                    smem.at[slot, pl.ds(n * block_size, block_size)],
+                    ready.at[slot],
+                )
+                for n, page in enumerate(pages)
+            ]
+            skip = functools.partial(plgpu.barrier_arrive, ready.at[slot])
+
+            def copy_all():
+                for copy_block in copies:
+                    copy_block()
+
+            def copy_some():
+                for place, copy_block in zip(places, copies, strict=True):
+                    lax.cond((lowest <= place) & (place <= highest), copy_block, skip)
+
+            lax.cond((lowest <= places[0]) & (places[-1] <= highest), copy_all, copy_some)
+
+        return (
+            functools.partial(copy, 0, self.k_smem, self.k_ready),
+            functools.partial(copy, 1, self.v_smem, self.v_ready),
+        )
 
 
 def drain(free: jax.Ref, uses: jax.Array) -> None:

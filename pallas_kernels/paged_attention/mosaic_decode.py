@@ -244,11 +244,11 @@ class _Block(ThreadBlock):
                 def _(j):
                     use = done + j - first
                     slot = lax.rem(use, self.num_stages)
-                    blocks = self.cache_blocks(item.row, j, lowest, highest)
+                    copies = self.tile_copies(item.row, item.head, j, lowest, highest, slot)
                     await_room = functools.partial(plgpu.barrier_wait, self.kv_free.at[slot])
                     pl.when(use >= self.num_stages)(await_room)
-                    self.copy_keys(blocks, item.head, slot)
-                    self.copy_values(blocks, item.head, slot)
+                    for copy in copies:
+                        copy()
 
             return done + last - first
 

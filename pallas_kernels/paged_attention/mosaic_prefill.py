@@ -204,12 +204,11 @@ class _Block(ThreadBlock):
                 def _(j):
                     use = done + j - first
                     slot = lax.rem(use, self.num_stages)
-                    blocks = self.cache_blocks(item.row, j, lowest, highest)
-                    used = use >= self.num_stages
-                    pl.when(used)(lambda: plgpu.barrier_wait(self.k_free.at[slot]))
-                    self.copy_keys(blocks, kv_head, slot)
-                    pl.when(used)(lambda: plgpu.barrier_wait(self.v_free.at[slot]))
-                    self.copy_values(blocks, kv_head, slot)
+                    copies = self.tile_copies(item.row, kv_head, j, lowest, highest, slot)
+                    for free, copy in zip((self.k_free, self.v_free), copies, strict=True):
+                        await_room = functools.partial(plgpu.barrier_wait, free.at[slot])
+                        pl.when(use >= self.num_stages)(await_room)
+                        copy()
 
             return done + last - first
 
