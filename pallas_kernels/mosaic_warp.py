@@ -7,9 +7,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
 def in_one_warp(body: Callable[[], None]) -> None:
-    """Have the first warp of a warpgroup run `body`, which works with scalars; the others wait.
+    """Have the first warp of a warpgroup run `body`, which works with scalars; all four meet before
+    and after it.
 
-    It is one thread that starts a copy. Where a whole warpgroup does so, all four warps compute
-    where from and where to, wait for each other and arrive at the barrier, which takes energy.
+    A copy is started by one thread. Where a whole warpgroup does so, four warps compute where from
+    and where to, wait for each other and arrive at the barrier, which takes energy. What is awaited
+    here must always be: each thread has its own idea of a barrier's phase.
     """
     plgpu.warp_map(lambda warp: pl.when(warp == 0)(body))

@@ -43,9 +43,9 @@ def paged_attention(
     `rope_and_write_kv` writes the cache and makes the counters. `impl` names the implementation:
     "reference" is plain JAX, for every platform; "triton" needs an NVIDIA GPU of compute
     capability 8.0 or more and the jax-triton package (ImportError without it); "mosaic" needs
-    compute capability 9.0 and serves prefill rows, and batches of decode rows alone, by Mosaic GPU
-    in the shapes where `tuning.json` knows that to be faster, the rest by Triton. Raises ValueError
-    for shapes, dtypes or devices outside this contract.
+    compute capability 9.0 and serves rows of either kind by Mosaic GPU in the shapes where
+    `tuning.json` knows that to be faster, the rest by Triton. Raises ValueError for shapes, dtypes
+    or devices outside this contract.
     """
     _check(q, kv_cache, counters, sliding_window)
     batch = (block_tables, query_starts, context_lens, num_decode_rows)

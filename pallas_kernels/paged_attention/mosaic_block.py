@@ -9,6 +9,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.mosaic_warp import in_one_warp
+
 
 class ThreadBlock:
     """A block of threads of a persistent grid."""
@@ -25,8 +27,31 @@ class ThreadBlock:
     v_ready: jax.Ref
     num_kv_heads: int
     tile_k: int
+    num_stages: int
 
-    def tile_copies(self, row, kv_head, j, lowest, highest, slot):
+    def fetch_tiles(self, row, kv_head, span, tiles, done, k_free, v_free=None):
+        """Have the TMA unit copy a row's tiles of keys and of values, those from tiles[0] to
+        tiles[1] - 1, as slots of shared memory come free, after `done` others. An item's queries
+        see what is from span[0] to span[1] - 1. `v_free` None: values have room where keys have.
+        """
+        (begin, end), (first, last) = span, tiles
+        block_size = self.pages.shape[1]
+        lowest, highest = lax.div(begin, block_size), lax.div(end - 1, block_size)
+
+        @in_one_warp
+        def _():
+            @pl.loop(first, last)
+            def _(j):
+                use = done + j - first
+                slot = lax.rem(use, self.num_stages)
+                copies = self._tile_copies(row, kv_head, j, lowest, highest, slot)
+                for free, copy in zip((k_free, v_free), copies, strict=True):
+                    if free is not None:
+                        await_room = functools.partial(plgpu.barrier_wait, free.at[slot])
+                        pl.when(use >= self.num_stages)(await_room)
+                    copy()
+
+    def _tile_copies(self, row, kv_head, j, lowest, highest, slot):
         """(copy_keys, copy_values) of a row's tile j into a slot of shared memory: each copies the
         cache blocks at places `lowest` to `highest` of the row's block table, which hold what the
         item's queries see. In place of others the slot keeps what it had.

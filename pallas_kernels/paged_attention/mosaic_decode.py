@@ -26,12 +26,8 @@ from jaxtyping import Array, Float, Int32
 from pallas_kernels.mosaic_warp import in_one_warp
 from pallas_kernels.paged_attention.mosaic_block import ThreadBlock, drain
 from pallas_kernels.paged_attention.mosaic_count import count, take
-from pallas_kernels.paged_attention.tuning import MOSAIC_QUERIES, MosaicTiling
+from pallas_kernels.paged_attention.tuning import MOSAIC_QUERIES, MosaicTiling, decode_blocks
 
-_NUM_SMS = 132
-_SMEM_BYTES = 228 * 1024
-_MORE_SMEM_BYTES = 3 * 1024
-"""Of a block, for barriers, reductions and the system."""
 _LOG2E = math.log2(math.e)
 # A finite stand-in for minus infinity, so that what sees nothing yet stays free of NaN.
 _NEVER = -1e30
@@ -57,8 +53,6 @@ def attend(
     num_tokens, num_heads, head_dim = q.shape
     cache_blocks, num_kv_heads, _, block_size, _ = kv_cache.shape
     num_stages, tile_k = tiling.num_stages, tiling.tile_k
-    values = head_dim * (2 * num_stages * tile_k + 4 * _COLUMNS) + _COLUMNS * tile_k
-    num_blocks = _NUM_SMS * (_SMEM_BYTES // (values * q.dtype.itemsize + _MORE_SMEM_BYTES))
     # One axis of pages and one of query heads, so that a copy's index is one number.
     pages = kv_cache.reshape(cache_blocks * num_kv_heads * 2, block_size, head_dim)
     heads = q.reshape(num_tokens * num_heads, head_dim)
@@ -100,7 +94,7 @@ def attend(
             jax.ShapeDtypeStruct((*parts, head_dim, _COLUMNS), jnp.float32),
             jax.ShapeDtypeStruct((*parts, 2, _COLUMNS), jnp.float32),
         ),
-        grid=(num_blocks,),
+        grid=(decode_blocks(tiling, head_dim),),
         grid_names=("block",),
         num_threads=2,
         thread_name="wg",
@@ -214,7 +208,6 @@ class _Block(ThreadBlock):
 
     def fetch(self):
         """Copy queries, keys and values of all items into shared memory, as room comes free."""
-        block_size = self.pages.shape[1]
 
         def taken(i):
             slot = lax.rem(i, 2)
@@ -234,22 +227,9 @@ class _Block(ThreadBlock):
                 self.rows_smem.at[slot],
                 self.q_ready.at[slot],
             )
-            lowest = lax.div(item.begin(self.sliding_window), block_size)
-            highest = lax.div(item.end - 1, block_size)
+            span = item.begin(self.sliding_window), item.end
             first, last = self.key_tiles(item)
-
-            @in_one_warp
-            def _():
-                @pl.loop(first, last)
-                def _(j):
-                    use = done + j - first
-                    slot = lax.rem(use, self.num_stages)
-                    copies = self.tile_copies(item.row, item.head, j, lowest, highest, slot)
-                    await_room = functools.partial(plgpu.barrier_wait, self.kv_free.at[slot])
-                    pl.when(use >= self.num_stages)(await_room)
-                    for copy in copies:
-                        copy()
-
+            self.fetch_tiles(item.row, item.head, span, (first, last), done, self.kv_free)
             return done + last - first
 
         num_own, done = self.for_each_item(taken, fetch_item)

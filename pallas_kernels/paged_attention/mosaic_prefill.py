@@ -179,7 +179,6 @@ class _Block(ThreadBlock):
     def fetch(self):
         """Copy queries, keys and values of all items into shared memory, as room comes free."""
         plgpu.set_max_registers(40, action="decrease")
-        block_size = self.pages.shape[1]
         group = self.num_heads // self.num_kv_heads
 
         def fetch_item(i, item, done):
@@ -192,24 +191,11 @@ class _Block(ThreadBlock):
                     self.q_ready.at[slot],
                 )
 
-            begin, end = item.key_span(self.sliding_window)
-            lowest, highest = lax.div(begin, block_size), lax.div(end - 1, block_size)
+            span = item.key_span(self.sliding_window)
             kv_head = lax.div(item.head, group)
-
             first, last = self.key_tiles(item)
-
-            @in_one_warp
-            def _():
-                @pl.loop(first, last)
-                def _(j):
-                    use = done + j - first
-                    slot = lax.rem(use, self.num_stages)
-                    copies = self.tile_copies(item.row, kv_head, j, lowest, highest, slot)
-                    for free, copy in zip((self.k_free, self.v_free), copies, strict=True):
-                        await_room = functools.partial(plgpu.barrier_wait, free.at[slot])
-                        pl.when(use >= self.num_stages)(await_room)
-                        copy()
-
+            frees = self.k_free, self.v_free
+            self.fetch_tiles(item.row, kv_head, span, (first, last), done, *frees)
             return done + last - first
 
         done = self.for_each_item(fetch_item)

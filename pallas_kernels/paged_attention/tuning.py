@@ -19,8 +19,6 @@ _KV_TILE_BYTES = 16 * 1024
 _FULL_PROGRAMS = 128
 _CUT_PROGRAMS = 256
 _SHARES_PER_4_ROWS = 3
-_MOSAIC_BLOCKS = 264
-"""Of threads, that take the pieces of `mosaic_decode` on an H100 or H200 (heads of 128)."""
 MOSAIC_HEAD_DIMS = (64, 128)
 MOSAIC_DECODE_TILE = 64
 """Keys of one step of `mosaic_decode`: the rows of a product."""
@@ -28,7 +26,15 @@ MOSAIC_QUERIES = 8
 """The most heads of a query that may share a kv head in `mosaic_decode`: a product's columns."""
 
 
-# An entry also holds `min_work`, the fewest tokens times kv heads it is meant for.
+_NUM_SMS = 132
+_SMEM_BYTES = 228 * 1024
+"""Of each multiprocessor of an H100 or H200."""
+_MORE_SMEM_BYTES = 3 * 1024
+"""Of a block of threads, for barriers, reductions and the system."""
+
+
+# An entry also holds `min_work`, the fewest tokens times kv heads it is meant for; of decode, rows
+# that may decode.
 _KEYS = ("compute_capability", "rows", "kernel", "dtype", "head_dim")
 
 
@@ -64,7 +70,8 @@ class ContextCut:
     def max_shares(self, max_rows: int) -> int:
         """The most shares that up to `max_rows` rows have."""
         by_rows = max_rows * self.shares_per_4_rows // 4
-        return max(self.few_shares, min(by_rows, self.most_shares or by_rows))
+        most = by_rows if self.most_shares is None else self.most_shares
+        return max(self.few_shares, min(by_rows, most))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,15 +127,24 @@ def choose(impl: str, compute_capability: str, shape: Shape) -> Choice:
     tile_rows = max(min(2 * _KV_TILE_BYTES // row_bytes, most_rows), group, 16)
     prefill = TritonTiling(tile_rows, tile_k, num_warps=4 if tile_rows < 64 else 8, num_stages=2)
     decode = cut_of("decode", TritonTiling(max(group, 16), tile_k, num_warps=4, num_stages=3))
-    # Mosaic's blocks take the longest piece that is left, one after another: what is longer than a
-    # block's share of all is cut, and nothing else need be.
-    block_shares = max(_MOSAIC_BLOCKS // shape.num_kv_heads, 1)
+    most_shares = None
+    if isinstance(decode, MosaicTiling):
+        # A block takes the longest piece that is left, one after another. Only what is longer than
+        # all that one block has to do holds up the end.
+        most_shares = max(decode_blocks(decode, shape.head_dim) // shape.num_kv_heads, 1)
     cut = ContextCut(
         few_rows=-(-_FULL_PROGRAMS // shape.num_kv_heads),
         few_shares=max(_CUT_PROGRAMS // shape.num_kv_heads, 1),
-        most_shares=block_shares if isinstance(decode, MosaicTiling) else None,
+        most_shares=most_shares,
     )
     return Choice(decode, cut_of("prefill", prefill), cut)
+
+
+def decode_blocks(tiling: MosaicTiling, head_dim: int) -> int:
+    """How many blocks of threads of `mosaic_decode` an H100 or H200 runs at a time."""
+    tiles = 2 * tiling.num_stages * tiling.tile_k * head_dim
+    values = tiles + MOSAIC_QUERIES * (4 * head_dim + tiling.tile_k)
+    return _NUM_SMS * (_SMEM_BYTES // (2 * values + _MORE_SMEM_BYTES))
 
 
 def fits_mosaic(rows: str, shape: Shape) -> bool:
@@ -146,7 +162,7 @@ def _tuned(compute_capability: str, rows: str, kernel: str, shape: Shape) -> dic
     if kernel == "mosaic" and not fits_mosaic(rows, shape):
         return {}
     wanted = (compute_capability, rows, kernel, shape.dtype, shape.head_dim)
-    # In a step with prompts up to all rows may decode.
+    # In a step with prompts all rows may decode, or none.
     most = min(shape.num_tokens, shape.num_rows) if rows == "decode" else shape.num_tokens
     work = most * shape.num_kv_heads
     entries = [

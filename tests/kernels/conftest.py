@@ -207,12 +207,12 @@ def mosaic_prefill_interpreted(monkeypatch):
     """Paged attention whose rows all go to `mosaic_prefill`, in Pallas' GPU interpreter."""
     from pallas_kernels.paged_attention import mosaic_prefill
 
-    def attend(*arrays, counters, query_starts, context_lens, num_tokens, **options):
-        del counters
+    def attend(q, *others, counters, query_starts, context_lens, num_decode_rows, **options):
+        del counters, num_decode_rows
+        num_tokens = len(q)
         tiles, num_tiles = aligned_query_tiles(
             query_starts, context_lens, 0, num_tokens=num_tokens, tile_q=mosaic_prefill.TILE_Q
         )
-        q, *others = arrays
         q = jnp.pad(q, ((0, -num_tokens % 8), (0, 0), (0, 0)))
         out = jax.new_ref(jnp.full(q.shape, jnp.nan, q.dtype))
         tiling = MosaicTiling(128, 2)
@@ -225,9 +225,10 @@ def mosaic_prefill_interpreted(monkeypatch):
 
 @pytest.fixture
 def mosaic_decode_interpreted(monkeypatch):
-    """Gives paged attention whose queries go to `mosaic_decode` one by one, for a ContextCut, in
-    Pallas' GPU interpreter."""
-    from pallas_kernels.paged_attention import mosaic_decode
+    """Gives paged attention in Pallas' GPU interpreter, for a ContextCut: all queries go to
+    `mosaic_decode` one by one, or `beside_prompts` those of decode rows, the rest to
+    `mosaic_prefill`."""
+    from pallas_kernels.paged_attention import mosaic_decode, mosaic_prefill
 
     counted = []
 
@@ -241,12 +242,20 @@ def mosaic_decode_interpreted(monkeypatch):
         jax.debug.callback(lambda: counted.append(1))
         return take(counter, shared)
 
-    def by_cut(cut):
-        def attend(*arrays, counters, query_starts, context_lens, num_tokens, **options):
+    def by_cut(cut, beside_prompts=False):
+        def attend(*arrays, counters, query_starts, context_lens, num_decode_rows, **options):
+            batch = {
+                "query_starts": query_starts,
+                "context_lens": context_lens,
+                "num_tokens": len(arrays[0]),
+            }
             tiles = query_tiles(
-                query_starts, context_lens, 0, len(context_lens) + 1,
-                num_tokens=num_tokens, tile_q=1, max_tiles=num_tokens,
-            )  # fmt: skip
+                **batch,
+                first_row=0,
+                end_row=num_decode_rows if beside_prompts else len(context_lens) + 1,
+                tile_q=1,
+                max_tiles=len(context_lens) if beside_prompts else batch["num_tokens"],
+            )
             window = options["sliding_window"]
             pieces = context_pieces(tiles, cut, tile_k=64, sliding_window=window)
             num_pieces = jnp.sum(pieces[:, 2:3] > 0, axis=0, dtype=jnp.int32)
@@ -259,18 +268,27 @@ def mosaic_decode_interpreted(monkeypatch):
             in_pieces = (pieces[:, 2] > 0) & (pieces[:, 5] > 1)
             # Twice the same piece: the result would be right, but on a GPU merged too early.
             assert len(counted) == in_pieces.sum() * counters.shape[1]
+            if beside_prompts:
+                out = jax.new_ref(out)
+                tiles = aligned_query_tiles(
+                    **batch, first_row=num_decode_rows, tile_q=mosaic_prefill.TILE_Q
+                )
+                tiling = MosaicTiling(128, 2)
+                mosaic_prefill.attend(*arrays, *tiles, out, tiling=tiling, **options)
+                out = jax.freeze(out)
             return out
 
         return _mosaic_interpreted(monkeypatch, attend)
 
-    monkeypatch.setattr(mosaic_decode, "_NUM_SMS", 1)
+    monkeypatch.setattr(mosaic_decode, "decode_blocks", lambda *_: 2)
     monkeypatch.setattr(mosaic_decode, "count", count)
     monkeypatch.setattr(mosaic_decode, "take", take)
+    monkeypatch.setattr(mosaic_prefill, "_NUM_BLOCKS", 3)
     return by_cut
 
 
 def _mosaic_interpreted(monkeypatch, attend):
-    """Paged attention by `attend`.
+    """Paged attention by `attend(q, kv_cache, block_tables, **others)`.
 
     The interpreter, of jax 0.11, knows neither stores to an accumulator nor products whose left
     side is in registers: both are put in terms of what it knows.
@@ -294,24 +312,9 @@ def _mosaic_interpreted(monkeypatch, attend):
     monkeypatch.setattr(primitives, "wgmma_accumulator_store", store)
     monkeypatch.setattr(plgpu, "wgmma", multiply)
 
-    def attention(
-        q,
-        kv_cache,
-        counters,
-        block_tables,
-        query_starts,
-        context_lens,
-        num_decode_rows,
-        **options,
-    ):
-        del num_decode_rows
-        batch = {
-            "query_starts": query_starts,
-            "context_lens": context_lens,
-            "num_tokens": len(q),
-        }
+    def attention(q, kv_cache, *, block_tables, **others):
         with plgpu.force_gpu_interpret_mode():
-            out = attend(q, kv_cache, block_tables, counters=counters, **batch, **options)
+            out = attend(q, kv_cache, block_tables, **others)
         return out[: len(q)]
 
     return attention

@@ -108,15 +108,16 @@ def decode_tiles(contexts, num_unused=0):
     return jnp.asarray(tiles, jnp.int32)
 
 
+CUTS = [ContextCut(8, 16), ContextCut(64, 7), ContextCut(4, 4, 2), ContextCut(0, 1, 4)]
+CUTS += [ContextCut(2, 3, most_shares=4), ContextCut(2, 1, 4, most_shares=9)]
+
+
 def test_pieces_hold_each_step_once():
     rng = np.random.default_rng(5)
     make = jax.jit(context_pieces, static_argnames=("cut", "tile_k", "sliding_window"))
     for trial in range(60):
-        cut = [
-            ContextCut(8, 16), ContextCut(64, 7), ContextCut(4, 4, 2), ContextCut(0, 1, 4),
-            ContextCut(2, 3, most_shares=4),
-        ][trial % 5]  # fmt: skip
-        num_tiles, num_unused = 24, int(rng.integers(0, 20))
+        cut = CUTS[trial % len(CUTS)]
+        num_tiles, num_unused = 24, int(rng.integers(0, 20)) if trial % 4 else 0
         contexts = np.exp(rng.normal(4, 2, num_tiles - num_unused)).astype(int)
         window = [None, 50, 64][trial % 3]
         tiles = decode_tiles(contexts, num_unused)
@@ -129,7 +130,8 @@ def test_pieces_hold_each_step_once():
         steps = [-(-n // 32) - begin for n, begin in zip(contexts, begins, strict=True)]
         num_rows = sum(n > 0 for n in steps)
         num_shares = max(num_rows * cut.shares_per_4_rows // 4, 1)
-        num_shares = min(num_shares, cut.most_shares or num_shares)
+        if cut.most_shares is not None:
+            num_shares = min(num_shares, cut.most_shares)
         num_shares = cut.few_shares if num_rows < cut.few_rows else num_shares
         share = max(-(-sum(steps) // num_shares), 1)
         lengths, i = [], 0
@@ -150,7 +152,7 @@ def test_pieces_hold_each_step_once():
 
 def test_which_contexts_are_cut():
     """Equal ones only where they are few; else the long ones, be the batch full or half empty. With
-    Mosaic those that are longer than what each block of threads has to do."""
+    Mosaic there are no more shares than blocks of threads for a kv head."""
     shape = tuning.Shape(64, 64, 32, 8, 128, 16, 256, "bfloat16")
     cut = tuning.choose("triton", "9.0", shape).cut
 
@@ -174,6 +176,7 @@ def test_which_contexts_are_cut():
     assert num_pieces([256] * 7 + [2048]) == [2] * 7 + [16]
 
     cut = tuning.choose("mosaic", "9.0", shape).cut
+    assert cut.most_shares == 264 // 8
     for rows, pieces in ((16, 4), (40, 5), (64, 4)):
         assert num_pieces([512] * (rows - 1) + [4096]) == [1] * (rows - 1) + [pieces]
 
@@ -236,6 +239,20 @@ def test_mosaic_decode_of_one_row_interpreted(make_case, mosaic_decode_interpret
     case.check(case.run(mosaic_decode_interpreted(shares(6))))
 
 
+@pytest.mark.parametrize("num_decode", [0, 1, 3])
+def test_mosaic_decode_beside_prompts_interpreted(make_case, mosaic_decode_interpreted, num_decode):
+    case = make_case(
+        [*[(1, 130), (1, 40), (1, 64)][:num_decode], (20, 60), (9 - num_decode, 30)],
+        heads=(4, 1),
+        head_dim=64,
+        block_size=16,
+        dtype="bfloat16",
+        padding_rows=2,
+        padding_tokens=3,
+    )
+    case.check(case.run(mosaic_decode_interpreted(shares(3), beside_prompts=True)))
+
+
 def test_aligned_tiles_hold_each_query_once():
     rng = np.random.default_rng(3)
     make = jax.jit(aligned_query_tiles, static_argnames=("num_tokens", "tile_q"))
@@ -265,6 +282,9 @@ def test_choices_for_decode():
     for change in ({}, {"num_tokens": 2048}, {"num_tokens": 32}, {"num_rows": 32}):
         choice = tuning.choose("mosaic", "9.0", dataclasses.replace(shape, **change))
         assert isinstance(choice.decode, MosaicTiling)
+    few, mixed = (dataclasses.replace(shape, num_tokens=n, num_rows=16) for n in (16, 2048))
+    few, mixed = (tuning.choose("triton", "9.0", change) for change in (few, mixed))
+    assert few.decode == mixed.decode != tuning.choose("triton", "9.0", shape).decode
     for impl, capability, change in [
         ("triton", "9.0", {}),
         ("mosaic", "8.9", {}),
