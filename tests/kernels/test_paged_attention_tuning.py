@@ -1,6 +1,7 @@
 """Paged attention in every cut that a tuning table may choose, and what it chooses."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -115,11 +116,9 @@ CUTS += [ContextCut(2, 3, most_shares=4), ContextCut(2, 1, 4, most_shares=9)]
 def test_pieces_hold_each_step_once():
     rng = np.random.default_rng(5)
     make = jax.jit(context_pieces, static_argnames=("cut", "tile_k", "sliding_window"))
-    for trial in range(60):
-        cut = CUTS[trial % len(CUTS)]
-        num_tiles, num_unused = 24, int(rng.integers(0, 20)) if trial % 4 else 0
+    for cut, window, num_unused in itertools.product(CUTS, (None, 50, 64), (0, 1, 7, 19)):
+        num_tiles = 24
         contexts = np.exp(rng.normal(4, 2, num_tiles - num_unused)).astype(int)
-        window = [None, 50, 64][trial % 3]
         tiles = decode_tiles(contexts, num_unused)
         pieces = np.asarray(make(tiles, cut, tile_k=32, sliding_window=window))
         assert len(pieces) == num_tiles + cut.max_shares(num_tiles)
